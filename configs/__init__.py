@@ -1,0 +1,1 @@
+"""Facts about the model, choices of the operator, and the typed descriptions every other layer shares."""

@@ -1,0 +1,49 @@
+"""User errors: a wrong input, told so that the reader knows where, what was found, what was expected, what to do."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """A wrong input or environment. The command line prints it without a trace and exits with 2.
+
+    Args:
+        where: file, key, tensor or argument at fault.
+        found: what is there.
+        expected: what should be there.
+        remedy: the next step for the reader.
+    """
+
+    def __init__(self, where: str, *, found: str, expected: str, remedy: str) -> None:
+        self.where = where
+        self.found = found
+        self.expected = expected
+        self.remedy = remedy
+        super().__init__(f"{where}: found {found}; expected {expected}. {remedy}")
+
+
+class ConfigError(UserError):
+    """A key of `config.json` is unknown, missing or inconsistent with another."""
+
+
+class DeploymentError(UserError):
+    """A deployment file, or a limit it sets, cannot be used."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is incomplete, damaged, hostile, or not the one asked for."""
+
+
+class TokenizerError(UserError):
+    """The tokenizer or its compressed token map is not the model's."""
+
+
+class ArtifactError(UserError):
+    """An exported artefact is damaged, incomplete, of another version or of another model."""
+
+
+class RequestError(UserError):
+    """A prompt, id, length, row or position lies outside what the engine accepts."""
+
+
+class BackendError(UserError):
+    """A back end is not installed or cannot run this artefact."""

@@ -1,0 +1,1 @@
+"""From a checkpoint to ONNX stages, and the comparisons that show they compute the model."""

@@ -1,0 +1,1 @@
+"""Comparisons against golden vectors and between back ends."""

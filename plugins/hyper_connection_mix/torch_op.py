@@ -1,0 +1,42 @@
+"""`torch.ops.engram.hyper_connection_mix`: the reference, opaque to a trace."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engram_trt.plugins.hyper_connection_mix import reference
+
+
+@torch.library.custom_op("engram::hyper_connection_mix", mutates_args=())
+def hyper_connection_mix(
+    hidden_states: Tensor,
+    hc_fn: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
+    hc_sinkhorn_iters: int,
+    hc_eps: float,
+    norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `reference.hyper_connection_mix`."""
+    return reference.hyper_connection_mix(
+        hidden_states, hc_fn, hc_scale, hc_base, hc_sinkhorn_iters, hc_eps, norm_eps
+    )
+
+
+@hyper_connection_mix.register_fake
+def _(
+    hidden_states: Tensor,
+    hc_fn: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
+    hc_sinkhorn_iters: int,
+    hc_eps: float,
+    norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, tokens, n, _ = hidden_states.shape
+    return (
+        hc_base.new_empty(batch, tokens, n),
+        hc_base.new_empty(batch, tokens, n),
+        hc_base.new_empty(batch, tokens, n, n),
+    )

@@ -1,7 +1,8 @@
 """The two key sets of a model config: the reference's flat one and the released, nested one (spec 1).
 
 Both come down to one dictionary of flat names. Keys that carry no fact of the model are known and ignored
-(`auto_map` names remote code, which is never run); those with a value the project takes for granted are checked.
+(`auto_map` names remote code, which is never run); those with a value that is
+taken for granted are checked.
 """
 
 from __future__ import annotations
@@ -104,9 +105,7 @@ def _from_hf(document: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _leaves(document: Mapping[str, Any], where: str) -> dict[tuple[str, ...], Any]:
     """All values by path, descending into the known sections only."""
     if not isinstance(document.get("text_config"), Mapping):
-        _bad(
-            where, "text_config", "no such section", "the text model's keys", "Use the released config.json."
-        )
+        _bad(where, "text_config", "no such section", "the text model's keys", "Use the released config.json.")
     leaves: dict[tuple[str, ...], Any] = {}
 
     def walk(section: Mapping[str, Any], path: tuple[str, ...]) -> None:
@@ -172,9 +171,7 @@ def _drop_when_off(raw: dict[str, Any]) -> None:
             del raw[key]
 
 
-def _require_present(
-    raw: Mapping[str, Any], known: Mapping[str, Field[Any]], where: str, is_hf: bool
-) -> None:
+def _require_present(raw: Mapping[str, Any], known: Mapping[str, Field[Any]], where: str, is_hf: bool) -> None:
     required = [name for name, item in known.items() if item.default is MISSING]
     for switch, prefixes in _REQUIRED_WITH.items():
         value = raw.get(switch)

@@ -1,0 +1,209 @@
+"""`DeploymentConfig`: the operator's choices, read from a TOML file. Facts of the model have no place here."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from engram_trt.configs.errors import DeploymentError
+from engram_trt.configs.json_file import read_bytes
+from engram_trt.configs.layers import free_boundaries
+from engram_trt.configs.limits import Limits
+from engram_trt.configs.model import ModelConfig
+
+_MAX_FILE_BYTES = 1 << 20
+_LOWEST_LIMITS = {"max_batch": 1, "max_step_tokens": 1, "max_context": 1, "max_rollback": 0}
+_HIGHEST_LIMIT = 2**31 - 1
+_CHOICES = {
+    "dtype": ("float32", "bfloat16"),
+    "activation_quantization": ("none", "reference"),
+    "cache_quantization": ("none", "reference"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlacement:
+    """A run of backbone layers on one device.
+
+    Attributes:
+        device: one of the deployment's devices.
+        layers: first and last layer id, both included.
+    """
+
+    device: str
+    layers: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentConfig:
+    """How a model is exported and run.
+
+    Attributes:
+        dtype: storage and compute between ops: `float32` or `bfloat16`.
+        activation_quantization: `reference` rounds the inputs of FP8 and FP4 linears as the reference does.
+        cache_quantization: `reference` rounds cached rows, index queries and index keys likewise.
+        limits: what a session may ask for.
+        devices: where stages may run.
+        stages: placement of the layers; empty puts all on the first device.
+        dspark_taps: whether the input streams of the draft's target layers are an output.
+
+    Raises:
+        DeploymentError: on construction, naming the key.
+    """
+
+    dtype: str = "float32"
+    activation_quantization: str = "none"
+    cache_quantization: str = "none"
+    limits: Limits = field(default_factory=Limits)
+    devices: tuple[str, ...] = ("cpu",)
+    stages: tuple[StagePlacement, ...] = ()
+    dspark_taps: bool = False
+
+    def __post_init__(self) -> None:
+        for key, choices in _CHOICES.items():
+            if getattr(self, key) not in choices:
+                _bad(key, repr(getattr(self, key)), " or ".join(choices))
+        for key, lowest in _LOWEST_LIMITS.items():
+            value = getattr(self.limits, key)
+            if not lowest <= value <= _HIGHEST_LIMIT:
+                _bad(f"limits.{key}", str(value), f"{lowest}..{_HIGHEST_LIMIT}")
+        if self.limits.max_step_tokens > self.limits.max_context:
+            expected = f"at most max_context {self.limits.max_context}"
+            _bad("limits.max_step_tokens", str(self.limits.max_step_tokens), expected)
+        if not self.devices or len(set(self.devices)) != len(self.devices):
+            _bad("devices", str(list(self.devices)), "at least one device, each named once")
+        self._check_stages()
+
+    def _check_stages(self) -> None:
+        next_layer = 0
+        for position, stage in enumerate(self.stages):
+            key = f"stages[{position}]"
+            first, last = stage.layers
+            if stage.device not in self.devices:
+                _bad(f"{key}.device", repr(stage.device), f"one of {list(self.devices)}")
+            if first != next_layer or last < first:
+                _bad(f"{key}.layers", f"[{first}, {last}]", f"[{next_layer}, last], following the one before")
+            next_layer = last + 1
+
+    @classmethod
+    def from_file(cls, path: Path | str) -> DeploymentConfig:
+        """Read a TOML file; every key is optional.
+
+        Raises:
+            DeploymentError: naming file and key, for a file that is no TOML, an unknown key or a bad value.
+        """
+        text = read_bytes(Path(path), DeploymentError, max_bytes=_MAX_FILE_BYTES)
+        try:
+            document = tomllib.loads(text.decode("utf-8"))
+        except (ValueError, RecursionError) as cause:
+            raise DeploymentError(
+                str(path), found=f"no valid TOML ({cause})", expected="TOML", remedy="Correct the file."
+            ) from None
+        return cls.from_dict(document, where=str(path))
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any], where: str = "deployment") -> DeploymentConfig:
+        """Read a parsed file; see `from_file`."""
+        try:
+            values = _typed_values(document, cls)
+            if "limits" in values:
+                values["limits"] = Limits(**_typed_values(values["limits"], Limits, "limits."))
+            if "stages" in values:
+                values["stages"] = tuple(_stage(entry, n) for n, entry in enumerate(values["stages"]))
+            return cls(**values)
+        except DeploymentError as error:
+            raise DeploymentError(
+                f"{where}: {error.where}",
+                found=error.found,
+                expected=error.expected,
+                remedy=error.remedy,
+            ) from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain values, which `from_dict` reads back."""
+        return {
+            "dtype": self.dtype,
+            "activation_quantization": self.activation_quantization,
+            "cache_quantization": self.cache_quantization,
+            "limits": {key: getattr(self.limits, key) for key in _LOWEST_LIMITS},
+            "devices": list(self.devices),
+            "stages": [{"device": stage.device, "layers": list(stage.layers)} for stage in self.stages],
+            "dspark_taps": self.dspark_taps,
+        }
+
+    def with_dtype(self, dtype: str) -> DeploymentConfig:
+        """The same deployment in another dtype; `DeploymentError` for one that does not exist."""
+        return replace(self, dtype=dtype)
+
+    def require_fits(self, config: ModelConfig) -> None:
+        """Hold the choices against a model.
+
+        Raises:
+            DeploymentError: when taps are asked of a model without draft stages, the context is longer than the
+                model's, or stages do not cover the layers or are cut where whole caches would travel.
+        """
+        if self.dspark_taps and not config.has_dspark:
+            _bad("dspark_taps", "true", "false: the model has no draft stages")
+        longest = config.max_position_embeddings
+        if longest is not None and self.limits.max_context > longest:
+            _bad("limits.max_context", str(self.limits.max_context), f"at most {longest}, the model's own")
+        if not self.stages:
+            return
+        if self.stages[-1].layers[1] != config.n_layers - 1:
+            found = f"{self.stages[-1].layers[1]} as the last layer"
+            _bad(f"stages[{len(self.stages) - 1}].layers", found, str(config.n_layers - 1))
+        cheap = free_boundaries(config)
+        for position in range(1, len(self.stages)):
+            before, stage = self.stages[position - 1], self.stages[position]
+            if stage.device != before.device and stage.layers[0] not in cheap:
+                allowed = ", ".join(str(layer_id) for layer_id in cheap[:-1])
+                found = f"a change of device before layer {stage.layers[0]}"
+                _bad(f"stages[{position}].layers", found, f"one before layer {allowed} (a kv source)")
+
+
+def _bad(key: str, found: str, expected: str, remedy: str = "Correct the deployment.") -> NoReturn:
+    raise DeploymentError(key, found=found, expected=expected, remedy=remedy)
+
+
+def _typed_values(document: Mapping[str, Any], target: type[Any], prefix: str = "") -> dict[str, Any]:
+    """Check names and TOML types against the fields of `target`; lists become tuples."""
+    known = {item.name: item for item in fields(target)}
+    values: dict[str, Any] = {}
+    for key, value in document.items():
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            remedy = f"Did you mean {prefix}{close[0]}?" if close else "Remove it."
+            _bad(f"{prefix}{key}", "an unknown key", ", ".join(known), remedy)
+        item = known[key]
+        default = item.default_factory() if item.default_factory is not MISSING else item.default
+        values[key] = _typed(f"{prefix}{key}", value, default)
+    return values
+
+
+def _typed(key: str, value: Any, default: Any) -> Any:
+    if isinstance(default, Limits):
+        return value if isinstance(value, dict) else _bad(key, repr(value), "a table")
+    if isinstance(default, tuple):
+        inner = str if default else dict
+        if not isinstance(value, list | tuple) or not all(isinstance(entry, inner) for entry in value):
+            _bad(key, repr(value), "a list of " + ("strings" if inner is str else "tables"))
+        return tuple(value)
+    if type(value) is not type(default):
+        _bad(key, repr(value), f"a value like {default!r}")
+    return value
+
+
+def _stage(entry: Mapping[str, Any], position: int) -> StagePlacement:
+    key = f"stages[{position}]"
+    if set(entry) != {"device", "layers"}:
+        _bad(key, f"the keys {sorted(entry)}", "device and layers")
+    device, layers = entry["device"], entry["layers"]
+    if not isinstance(device, str):
+        _bad(f"{key}.device", repr(device), "a string")
+    if not isinstance(layers, list) or [type(layer_id) for layer_id in layers] != [int, int]:
+        _bad(f"{key}.layers", repr(layers), "[first, last]")
+    return StagePlacement(device=device, layers=(layers[0], layers[1]))

@@ -1,0 +1,146 @@
+"""From checkpoint tensors to module parameters and resident buffers; the only place that knows both names.
+
+Parameter names are the checkpoint's without the layer prefix, so the adapter only dequantises, casts and stacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from engram_trt.configs.errors import CheckpointError
+from engram_trt.configs.model import ModelConfig
+from engram_trt.plugins.float_tables import E4M3_TABLE, E8M0_TABLE
+from engram_trt.plugins.moe_experts.reference import dequantize_fp4
+from engram_trt.plugins.primitives import take
+
+TILE = 32
+"""Side of the square tile that shares one E8M0 scale in an FP8 matrix."""
+
+
+class WeightSource(Protocol):
+    """Where tensors come from: a checkpoint in the released layout, or a folder of golden vectors."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model the tensors belong to."""
+        ...
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor of this name exists."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor as stored; CheckpointError if there is none."""
+        ...
+
+
+def dequantize_fp8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """E4M3 values times the E8M0 scale of their 32 x 32 tile (spec 6.3); exact in bfloat16.
+
+    Args:
+        weight: [rows, columns] float8_e4m3fn.
+        scale: [ceil(rows/32), ceil(columns/32)] float8_e8m0fnu.
+        dtype: of the result.
+
+    Returns:
+        [rows, columns].
+    """
+    rows, columns = weight.shape
+    values = take(E4M3_TABLE, weight.view(torch.uint8).to(torch.int32))
+    factors = take(E8M0_TABLE, scale.view(torch.uint8).to(torch.int32))
+    factors = factors.repeat_interleave(TILE, 0)[:rows].repeat_interleave(TILE, 1)[:, :columns]
+    return (values * factors).to(dtype)
+
+
+def dense_tensor(source: WeightSource, name: str, dtype: torch.dtype) -> Tensor:
+    """A parameter's values: dequantised if stored as FP8 or FP4, cast otherwise.
+
+    Raises:
+        CheckpointError: absent, or quantised without a scale.
+    """
+    stored = source.tensor(name)
+    quantised = stored.dtype in (torch.float8_e4m3fn, torch.int8, torch.uint8)
+    if not quantised:
+        return stored.to(dtype)
+    scale_name = f"{name.removesuffix('.weight')}.scale"
+    if not source.has(scale_name):
+        raise CheckpointError(
+            name,
+            found=f"{stored.dtype} values and no {scale_name}",
+            expected="a scale beside every quantised weight",
+            remedy="Download the checkpoint again.",
+        )
+    scale = source.tensor(scale_name)
+    if stored.dtype == torch.float8_e4m3fn:
+        return dequantize_fp8(stored, scale, dtype)
+    return dequantize_fp4(stored.view(torch.int8), scale.view(torch.int8)).to(dtype)
+
+
+def parameter_names(module: nn.Module, prefix: str, computed: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
+    """(parameter name, checkpoint name) of every weight of a module that the checkpoint holds."""
+    skipped = set(computed)
+    for name, _ in module.named_parameters():
+        if name not in skipped:
+            yield name, f"{prefix}{name}"
+
+
+@torch.no_grad()
+def load_parameters(module: nn.Module, source: WeightSource, prefix: str, computed: Iterable[str] = ()) -> None:
+    """Fill a module from a checkpoint.
+
+    Args:
+        module: parameters named as in the checkpoint, less `prefix`.
+        source: the checkpoint.
+        prefix: e.g. `layers.3.`.
+        computed: parameters the module made itself.
+
+    Raises:
+        CheckpointError: a tensor is absent or of another shape.
+    """
+    for name, stored_name in parameter_names(module, prefix, computed):
+        parameter = module.get_parameter(name)
+        values = dense_tensor(source, stored_name, parameter.dtype)
+        if values.shape != parameter.shape:
+            raise CheckpointError(
+                stored_name,
+                found=f"shape {list(values.shape)}",
+                expected=f"{list(parameter.shape)}",
+                remedy="The checkpoint does not fit its config.json.",
+            )
+        parameter.copy_(values)
+
+
+def expert_tensor(source: WeightSource, layer_id: int, binding: str, dtype: torch.dtype) -> Tensor:
+    """All routed experts' tensors of one kind, stacked by expert id.
+
+    Args:
+        source: the checkpoint.
+        layer_id: the layer.
+        binding: `experts_w1`, `experts_w1_scale`, ...
+        dtype: of float weights; packed ones are returned as int8 bytes.
+
+    Returns:
+        [experts, rows, columns].
+    """
+    matrix, _, scale = binding.removeprefix("experts_").partition("_")
+    names = [
+        f"layers.{layer_id}.ffn.experts.{expert}.{matrix}.{scale or 'weight'}"
+        for expert in range(source.config.n_routed_experts)
+    ]
+    stored = [source.tensor(name) for name in names]
+    return torch.stack([t.view(torch.int8) if t.element_size() == 1 else t.to(dtype) for t in stored])
+
+
+def experts_are_packed(source: WeightSource, layer_id: int) -> bool:
+    """Whether a layer's routed experts are stored as FP4 codes."""
+    return source.has(f"layers.{layer_id}.ffn.experts.0.w1.scale")
+
+
+def engram_tensor(source: WeightSource, layer_id: int, binding: str) -> Tensor:
+    """An Engram table's bytes (`engram_rows`) or scales (`engram_scales`), viewed as int8, not copied."""
+    part = {"engram_rows": "weight", "engram_scales": "scale"}[binding]
+    return source.tensor(f"layers.{layer_id}.engram.embed.{part}").view(torch.int8)

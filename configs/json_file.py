@@ -47,9 +47,7 @@ def parse_json_object(data: bytes, where: str, error: type[UserError]) -> dict[s
     return value
 
 
-def read_json_object(
-    path: Path, error: type[UserError], *, max_bytes: int = MAX_JSON_BYTES
-) -> dict[str, Any]:
+def read_json_object(path: Path, error: type[UserError], *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Read `path` as one JSON object of at most `max_bytes` bytes.
 
     Raises:

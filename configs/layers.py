@@ -85,9 +85,7 @@ def layer_config(config: ModelConfig, layer_id: int) -> LayerConfig:
         is_kv_source=layer_id in config.kv_source_layers,
         is_index_source=is_index_source,
         is_candidate_source=config.has_candidates and layer_id == config.candidate_source_layer,
-        uses_candidates=config.has_candidates
-        and is_index_source
-        and layer_id > config.candidate_source_layer,
+        uses_candidates=config.has_candidates and is_index_source and layer_id > config.candidate_source_layer,
         engram_index=engram.index(layer_id) if layer_id in engram else None,
         kv_source=last_at_or_below(config.kv_source_layers, layer_id) if ratio else None,
         index_source=last_at_or_below(config.index_source_layers, layer_id) if ratio else None,

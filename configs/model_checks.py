@@ -82,9 +82,7 @@ def check_model(config: ModelConfig) -> None:
 
 
 def _bad(key: str, found: object, expected: str) -> NoReturn:
-    raise ConfigError(
-        key, found=str(found), expected=expected, remedy="Use the checkpoint's own config.json."
-    )
+    raise ConfigError(key, found=str(found), expected=expected, remedy="Use the checkpoint's own config.json.")
 
 
 def _check_ranges(config: ModelConfig, ranges: dict[str, tuple[int, int]]) -> None:

@@ -47,3 +47,7 @@ class RequestError(UserError):
 
 class BackendError(UserError):
     """A back end is not installed or cannot run this artefact."""
+
+
+class KernelError(UserError):
+    """A kernel cannot take these tensors on this device; said before anything is launched."""

@@ -20,19 +20,21 @@ def _attend_rows(
     query,
     rows,
     valid,
-    used,
+    head_dim,
     scale,
     maximum,
     denominator,
     total,
     BLOCK_DIM: tl.constexpr,
+    WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """Fold BLOCK_KEYS rows, whose first elements `rows` points to, into the running softmax of every head."""
     feature = tl.arange(0, BLOCK_DIM)
     # Masked, not only weighted by zero: a slot never written may hold NaN.
-    keys = tl.load(rows[:, None] + feature[None, :], mask=valid[:, None] & used[None, :], other=0.0)
+    mask = valid[:, None] if WHOLE else valid[:, None] & (feature < head_dim)[None, :]
+    keys = tl.load(rows[:, None] + feature[None, :], mask=mask, other=0.0)
     operand = dot_operand(keys, INTERPRET)
     logits = tl.dot(query, tl.trans(operand), input_precision=PRECISION) * scale
     logits = tl.where(valid[None, :], logits, LOWEST)
@@ -81,6 +83,7 @@ def sparse_attention_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    WHOLE: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -92,10 +95,10 @@ def sparse_attention_kernel(
     split = tl.program_id(2)
     feature = tl.arange(0, BLOCK_DIM)
     key = tl.arange(0, BLOCK_KEYS)
-    head_dim = dim_units * UNIT  # a multiple of UNIT, so that loads can be 16 bytes wide
-    used = feature < head_dim
+    # A multiple of UNIT, so that loads can be 16 bytes wide.
+    head_dim = BLOCK_DIM if WHOLE else dim_units * UNIT
     scale = softmax_scale * LOG2_E
-    head_mask = (head < heads)[:, None] & used[None, :]
+    head_mask = (head < heads)[:, None] & (feature < head_dim)[None, :]
     place = (token * heads + head)[:, None] * head_dim + feature[None, :]
     query = dot_operand(tl.load(q + place, mask=head_mask, other=0.0), INTERPRET)
 
@@ -112,24 +115,32 @@ def sparse_attention_kernel(
     slot_of_position = (position % ring).to(tl.int32)
     seen = tl.minimum(position + 1, window_size).to(tl.int32)
     window = window_kv + batch * ring * head_dim
-    for block in range(first, tl.minimum(last, window_blocks)):
-        back = window_size - 1 - (block * BLOCK_KEYS + key)  # oldest first
-        valid = (back >= 0) & (back < seen)
-        slot = slot_of_position - back
-        slot = tl.where(valid, tl.where(slot < 0, slot + ring, slot), 0)
-        rows = window + slot.to(tl.int64) * head_dim
-        maximum, denominator, total = _attend_rows(
-            query, rows, valid, used, scale, maximum, denominator, total, BLOCK_DIM, PRECISION, INTERPRET
-        )
-
     compressed = compressed_kv + batch * entries * head_dim
-    for block in range(tl.maximum(first, window_blocks), last):
+    for block in range(first, last):
+        # Both kinds of block share one loop body, and with it the pipeline's buffers.
+        in_window = block < window_blocks
+        back = window_size - 1 - (block * BLOCK_KEYS + key)  # oldest first
+        slot = slot_of_position - back
+        slot = tl.where(slot < 0, slot + ring, slot)
         number = (block - window_blocks) * BLOCK_KEYS + key
-        entry = tl.load(topk_indices + token * index_topk + number, mask=number < index_topk, other=-1)
-        valid = (entry >= 0) & (entry < entries)
-        rows = compressed + tl.where(valid, entry, 0).to(tl.int64) * head_dim
+        selected = (number >= 0) & (number < index_topk)
+        entry = tl.load(topk_indices + token * index_topk + number, mask=selected, other=-1)
+        valid = tl.where(in_window, (back >= 0) & (back < seen), (entry >= 0) & (entry < entries))
+        row = tl.where(valid, tl.where(in_window, slot, entry), 0).to(tl.int64)
+        rows = tl.where(in_window, window, compressed) + row * head_dim
         maximum, denominator, total = _attend_rows(
-            query, rows, valid, used, scale, maximum, denominator, total, BLOCK_DIM, PRECISION, INTERPRET
+            query,
+            rows,
+            valid,
+            head_dim,
+            scale,
+            maximum,
+            denominator,
+            total,
+            BLOCK_DIM,
+            WHOLE,
+            PRECISION,
+            INTERPRET,
         )
 
     if SPLIT:

@@ -21,7 +21,10 @@ from engram_trt.plugins.sparse_attention.spec import SPEC
 
 MODULE = "engram_trt.plugins.sparse_attention.kernel"
 DTYPES = ("float32", "bfloat16")
-BLOCK_DIMS = (64, 512)
+WHOLE_DIM = 512
+"""The released head width; its kernel needs no masks along the row."""
+
+BLOCK_DIMS = (64, WHOLE_DIM)
 DIM_UNIT = 16
 MAX_SPLITS = 32
 
@@ -39,12 +42,12 @@ class Tile:
 NARROW = Tile(16, 32, 4, 2)
 """Few heads a program: many programs for few tokens."""
 
-FLOAT32 = Tile(16, 16, 4, 1)
+FLOAT32 = Tile(16, 16, 8, 1)
 WIDE = {
     89: Tile(32, 32, 8, 2),
-    90: Tile(64, 64, 8, 2),
-    100: Tile(64, 64, 8, 2),
-    103: Tile(64, 64, 8, 2),
+    90: Tile(64, 32, 8, 2),
+    100: Tile(64, 32, 8, 2),
+    103: Tile(64, 32, 8, 2),
     120: Tile(32, 32, 8, 2),
 }
 """Many heads a program, by what the target's shared memory holds: each row is read once for all of them."""
@@ -88,8 +91,9 @@ def attend_variant(dtype: str, block_dim: int, tile: Tile, *, split: bool) -> Va
             ("BLOCK_HEADS", tile.heads),
             ("BLOCK_KEYS", tile.keys),
             ("BLOCK_DIM", block_dim),
+            ("WHOLE", block_dim == WHOLE_DIM),
             ("SPLIT", split),
-            ("PRECISION", "tf32x3"),
+            ("PRECISION", "ieee"),
             (INTERPRET, False),
         ),
         num_warps=tile.num_warps,
@@ -160,11 +164,11 @@ def _check(inputs: Inputs, window_size: int) -> None:
     q, window = info(SPEC.name, inputs, "q"), info(SPEC.name, inputs, "window_kv")
     head_dim = q.shape[3]
     require(
-        head_dim % DIM_UNIT == 0 and head_dim <= BLOCK_DIMS[-1],
+        head_dim == WHOLE_DIM or (head_dim % DIM_UNIT == 0 and head_dim <= BLOCK_DIMS[0]),
         SPEC.name,
         "q shape",
         found=f"head_dim {head_dim}",
-        expected=f"a multiple of {DIM_UNIT} up to {BLOCK_DIMS[-1]}",
+        expected=f"{WHOLE_DIM}, or a multiple of {DIM_UNIT} up to {BLOCK_DIMS[0]}",
         remedy="No kernel covers other widths.",
     )
     require(

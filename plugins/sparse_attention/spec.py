@@ -1,4 +1,4 @@
-"""Contract of `SparseAttention`: one softmax over window rows and selected compressed rows, with a sink (spec 5.6)."""
+"""Contract of `SparseAttention`: one softmax with sink over window and selected rows (spec 5.6)."""
 
 from engram_trt.plugins.spec import Attribute, Operand, PluginSpec
 

@@ -1,7 +1,8 @@
 """Torch ops that stand for one standard ONNX node each, where torch's own op would export to something else.
 
-They appear only inside references. `take` is ONNX `Gather` (torch indexing with an int32 tensor exports an
-invalid GatherND); `stable_topk` is ONNX `TopK`, whose tie rule (lower index first) torch.topk lacks.
+`take` is ONNX `Gather` (torch indexing with an int32 tensor exports an invalid GatherND); `stable_topk` is ONNX
+`TopK`, whose tie rule (lower index first) torch.topk lacks; `floor_divide` is ONNX `Div` on integers (torch's own
+goes through float32, which is wrong above 2^24).
 """
 
 from __future__ import annotations
@@ -48,3 +49,22 @@ def stable_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     shape = (*scores.shape[:-1], k)
     return scores.new_empty(shape), scores.new_empty(shape, dtype=torch.int64)
+
+
+@torch.library.custom_op("engram::floor_divide", mutates_args=())
+def floor_divide(x: Tensor, divisor: int) -> Tensor:
+    """x // divisor for non-negative integers.
+
+    Args:
+        x: int64, any shape, >= 0.
+        divisor: > 0.
+
+    Returns:
+        int64 like x.
+    """
+    return torch.div(x, divisor, rounding_mode="floor")
+
+
+@floor_divide.register_fake
+def _(x: Tensor, divisor: int) -> Tensor:
+    return torch.empty_like(x)

@@ -14,8 +14,9 @@ from engram_trt.export.modeling.layers import Linear, RMSNorm, parameter
 from engram_trt.export.modeling.rotary import Table, inverse_frequencies, rotary_table, rotate
 from engram_trt.plugins.cache_write.spec import APPEND, RING
 from engram_trt.plugins.cache_write.torch_op import cache_write
+from engram_trt.plugins.primitives import floor_divide
 from engram_trt.plugins.quantize_dequantize.spec import FP4_E4M3_16, FP8_E8M0_32
-from engram_trt.plugins.quantize_dequantize.torch_op import quantize_dequantize
+from engram_trt.plugins.quantize_dequantize.torch_op import round_rows
 from engram_trt.plugins.sparse_attention.torch_op import sparse_attention
 
 
@@ -41,9 +42,9 @@ class Attention(nn.Module):
         self.wo_b = Linear(config.o_groups * config.o_lora_rank, config.dim, dtype, quantised)
         if layer.is_kv_source:
             self.compressor = Compressor(config, compute, layer.compress_ratio)
-            self.register_buffer(
-                "entry_frequencies", inverse_frequencies(config, layer.compress_ratio), persistent=False
-            )
+            if layer.compress_ratio > 1:
+                frequencies = inverse_frequencies(config, layer.compress_ratio)
+                self.register_buffer("entry_frequencies", frequencies, persistent=False)
         if layer.is_index_source:
             self.indexer = Indexer(config, layer, compute)
 
@@ -81,7 +82,7 @@ class Attention(nn.Module):
 
     def rounded(self, x: Tensor, format: int) -> Tensor:
         """Round a cached row to its format, if caches are quantised."""
-        return quantize_dequantize(x, format) if self.compute.cache_quantization else x
+        return round_rows(x, format) if self.compute.cache_quantization else x
 
     def write_entries(self, attn_in: Tensor, table: Table, inputs: dict[str, Tensor]) -> None:
         """Compress this step's tokens and write the entries and their index keys."""
@@ -89,7 +90,7 @@ class Attention(nn.Module):
         latent = self.compressor(attn_in, start, inputs)
         if ratio > 1:
             table = rotary_table(entry_positions(start, attn_in.shape[1], ratio), self.entry_frequencies)
-        first_entry = torch.div(start, ratio, rounding_mode="floor") if ratio > 1 else start
+        first_entry = start if ratio == 1 else floor_divide(start, ratio)
         keys = self.indexer.keys(latent, table)
         entries = self.rounded(rotate(latent, table), FP4_E4M3_16)
         inputs["index_keys"] = cache_write(inputs["index_keys"], keys, first_entry, APPEND)

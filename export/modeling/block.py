@@ -81,9 +81,9 @@ class Block(nn.Module):
         """pre, post and comb of one sublayer ("attn" or "ffn"), from the streams before it."""
         mixed: tuple[Tensor, Tensor, Tensor] = hyper_connection_mix(
             streams,
-            self.get_parameter(f"hc_{sublayer}_fn"),
-            self.get_parameter(f"hc_{sublayer}_scale"),
-            self.get_parameter(f"hc_{sublayer}_base"),
+            getattr(self, f"hc_{sublayer}_fn"),
+            getattr(self, f"hc_{sublayer}_scale"),
+            getattr(self, f"hc_{sublayer}_base"),
             self.config.hc_sinkhorn_iters,
             self.config.hc_eps,
             self.config.norm_eps,

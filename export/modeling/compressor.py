@@ -11,6 +11,7 @@ from engram_trt.export.modeling.layers import Linear, RMSNorm
 from engram_trt.export.modeling.probe import probe
 from engram_trt.plugins.cache_write.spec import RING
 from engram_trt.plugins.cache_write.torch_op import cache_write
+from engram_trt.plugins.primitives import floor_divide
 from engram_trt.plugins.sparse_attention.reference import gather_rows
 
 
@@ -89,5 +90,5 @@ def entry_positions(start_positions: Tensor, tokens: int, ratio: int) -> Tensor:
         [batch, groups] int64.
     """
     groups = tokens if ratio == 1 else tokens // ratio + 1
-    first = torch.div(start_positions, ratio, rounding_mode="floor")
+    first = start_positions if ratio == 1 else floor_divide(start_positions, ratio)
     return (first.unsqueeze(1) + torch.arange(groups, device=start_positions.device)) * ratio

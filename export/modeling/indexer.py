@@ -14,7 +14,7 @@ from engram_trt.plugins.indexer import reference
 from engram_trt.plugins.indexer.spec import CANDIDATE_SOURCE, CANDIDATE_USER, PLAIN
 from engram_trt.plugins.indexer.torch_op import indexer, indexer_candidate_source
 from engram_trt.plugins.quantize_dequantize.spec import FP4_E8M0_32
-from engram_trt.plugins.quantize_dequantize.torch_op import quantize_dequantize
+from engram_trt.plugins.quantize_dequantize.torch_op import round_rows
 
 
 class Indexer(nn.Module):
@@ -53,7 +53,7 @@ class Indexer(nn.Module):
 
     def rounded(self, x: Tensor) -> Tensor:
         """Round queries or keys to FP4 with a scale per 32, if the cache is quantised."""
-        return quantize_dequantize(x, FP4_E8M0_32) if self.cache_quantization else x
+        return round_rows(x, FP4_E8M0_32) if self.cache_quantization else x
 
     def forward(
         self,

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engram_trt.export.modeling.compute import NO_FORMAT
-from engram_trt.plugins.quantize_dequantize.torch_op import quantize_dequantize
+from engram_trt.plugins.quantize_dequantize.torch_op import round_rows
 
 
 def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -34,7 +34,7 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
         if self.activation_format != NO_FORMAT:
-            x = quantize_dequantize(x, self.activation_format)
+            x = round_rows(x, self.activation_format)
         return F.linear(x.to(self.weight.dtype), self.weight)
 
 

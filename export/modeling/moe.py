@@ -61,15 +61,15 @@ class SharedExpert(nn.Module):
     def __init__(self, config: ModelConfig, compute: ComputeConfig) -> None:
         super().__init__()
         inter = config.moe_inter_dim * config.n_shared_experts
-        self.swiglu_limit, self.activation_format = config.swiglu_limit, compute.activation_format
-        self.w1 = Linear(config.dim, inter, compute.dtype)
-        self.w2 = Linear(inter, config.dim, compute.dtype)
-        self.w3 = Linear(config.dim, inter, compute.dtype)
+        self.swiglu_limit = config.swiglu_limit
+        self.w1 = Linear(config.dim, inter, compute.dtype, compute.activation_format)
+        self.w2 = Linear(inter, config.dim, compute.dtype, compute.activation_format)
+        self.w3 = Linear(config.dim, inter, compute.dtype, compute.activation_format)
 
     def forward(self, ffn_in: Tensor) -> Tensor:
         """[rows, dim] -> [rows, dim]."""
-        weights = self.w1.weight, self.w2.weight, self.w3.weight
-        return reference.expert(ffn_in, *weights, None, self.swiglu_limit, self.activation_format)
+        gate, up = self.w1(ffn_in), self.w3(ffn_in)
+        return self.w2(reference.swiglu(gate, up, None, self.swiglu_limit))
 
 
 class MoE(nn.Module):

@@ -5,7 +5,8 @@ Parameter names are the checkpoint's without the layer prefix, so the adapter on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -19,6 +20,10 @@ from engram_trt.plugins.primitives import take
 
 TILE = 32
 """Side of the square tile that shares one E8M0 scale in an FP8 matrix."""
+
+
+CHUNK_ELEMENTS = 1 << 22
+"""Values dequantised at a time; bounds the memory of an export."""
 
 
 class WeightSource(Protocol):
@@ -56,28 +61,57 @@ def dequantize_fp8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (values * factors).to(dtype)
 
 
-def dense_tensor(source: WeightSource, name: str, dtype: torch.dtype) -> Tensor:
-    """A parameter's values: dequantised if stored as FP8 or FP4, cast otherwise.
+def dense_chunks(source: WeightSource, name: str, shape: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
+    """A parameter's values in pieces of its leading axis: dequantised if stored as FP8 or FP4, cast otherwise.
+
+    Args:
+        source: the checkpoint.
+        name: of the tensor.
+        shape: what the model needs.
+        dtype: of the result.
 
     Raises:
-        CheckpointError: absent, or quantised without a scale.
+        CheckpointError: absent, misshapen, or quantised without a scale.
     """
     stored = source.tensor(name)
-    quantised = stored.dtype in (torch.float8_e4m3fn, torch.int8, torch.uint8)
-    if not quantised:
-        return stored.to(dtype)
+    is_fp8, is_fp4 = stored.dtype == torch.float8_e4m3fn, stored.dtype in (torch.int8, torch.uint8)
+    found = (*stored.shape[:-1], stored.shape[-1] * 2) if is_fp4 else tuple(stored.shape)
+    if found != tuple(shape):
+        raise CheckpointError(
+            name,
+            found=f"shape {list(found)}",
+            expected=f"{list(shape)}",
+            remedy="The checkpoint does not fit its config.json.",
+        )
+    if not is_fp8 and not is_fp4:
+        yield from (part.to(dtype) for part in torch.split(stored, _rows_per_chunk(shape)))
+        return
+    scale = _scale_of(source, name, stored.dtype)
+    rows = _rows_per_chunk(shape)
+    for start in range(0, stored.shape[0], rows):
+        part = stored[start : start + rows]
+        if is_fp8:
+            yield dequantize_fp8(part, scale[start // TILE : -(-(start + rows) // TILE)], dtype)
+        else:
+            yield dequantize_fp4(part.view(torch.int8), scale[start : start + rows].view(torch.int8)).to(dtype)
+
+
+def _rows_per_chunk(shape: Sequence[int]) -> int:
+    """Rows whose values fit a chunk, a multiple of the tile's side."""
+    row = max(math.prod(shape[1:]), 1)
+    return max(CHUNK_ELEMENTS // row // TILE, 1) * TILE
+
+
+def _scale_of(source: WeightSource, name: str, dtype: torch.dtype) -> Tensor:
     scale_name = f"{name.removesuffix('.weight')}.scale"
     if not source.has(scale_name):
         raise CheckpointError(
             name,
-            found=f"{stored.dtype} values and no {scale_name}",
+            found=f"{dtype} values and no {scale_name}",
             expected="a scale beside every quantised weight",
             remedy="Download the checkpoint again.",
         )
-    scale = source.tensor(scale_name)
-    if stored.dtype == torch.float8_e4m3fn:
-        return dequantize_fp8(stored, scale, dtype)
-    return dequantize_fp4(stored.view(torch.int8), scale.view(torch.int8)).to(dtype)
+    return source.tensor(scale_name)
 
 
 def parameter_names(module: nn.Module, prefix: str, computed: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
@@ -103,15 +137,10 @@ def load_parameters(module: nn.Module, source: WeightSource, prefix: str, comput
     """
     for name, stored_name in parameter_names(module, prefix, computed):
         parameter = module.get_parameter(name)
-        values = dense_tensor(source, stored_name, parameter.dtype)
-        if values.shape != parameter.shape:
-            raise CheckpointError(
-                stored_name,
-                found=f"shape {list(values.shape)}",
-                expected=f"{list(parameter.shape)}",
-                remedy="The checkpoint does not fit its config.json.",
-            )
-        parameter.copy_(values)
+        start = 0
+        for chunk in dense_chunks(source, stored_name, parameter.shape, parameter.dtype):
+            parameter[start : start + chunk.shape[0]] = chunk
+            start += chunk.shape[0]
 
 
 def expert_tensor(source: WeightSource, layer_id: int, binding: str, dtype: torch.dtype) -> Tensor:

@@ -11,20 +11,15 @@ from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.tensors import StageSpec
 from engram_trt.export.modeling.block import Block
 from engram_trt.export.modeling.compute import ComputeConfig
+from engram_trt.export.modeling.rotary import inverse_frequencies
 from engram_trt.export.modeling.weights import WeightSource, load_parameters
 from engram_trt.export.stages import embedding, engram_hash
 from engram_trt.export.stages.block import block_spec
-from engram_trt.export.stages.embedding import EmbeddingStage, embedding_spec
+from engram_trt.export.stages.embedding import EmbeddingStage, embedding_spec, rotary_families
 from engram_trt.export.stages.engram_hash import EngramHashStage, engram_hash_spec
 from engram_trt.export.stages.head import HeadStage, head_spec
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-
-COMPUTED_PARAMETERS = {
-    engram_hash.NAME: ("token_map", "multipliers", "primes", "offsets"),
-    embedding.NAME: ("window_frequencies", "compress_frequencies"),
-}
-"""Parameters a stage derives from the config or the tokenizer; the checkpoint has no such tensors."""
 
 
 def stage_specs(
@@ -75,6 +70,39 @@ def stage_module(
     return EmbeddingStage(config, compute) if spec.name == embedding.NAME else HeadStage(config, compute)
 
 
+def computed_names(spec: StageSpec, config: ModelConfig) -> tuple[str, ...]:
+    """Weights of a stage that follow from the config or the tokenizer; the checkpoint has no such tensors."""
+    if spec.name == engram_hash.NAME:
+        return ("token_map", "multipliers", "primes", "offsets")
+    if spec.name == embedding.NAME:
+        return tuple(f"{family}_frequencies" for family in rotary_families(config))
+    if spec.layer_id is not None and config.layer(spec.layer_id).is_kv_source:
+        return ("attn.entry_frequencies",) if config.layer(spec.layer_id).compress_ratio > 1 else ()
+    return ()
+
+
+def computed_weights(spec: StageSpec, config: ModelConfig, token_map: Tensor | None) -> dict[str, Tensor]:
+    """The values of `computed_names`.
+
+    Args:
+        spec: the stage.
+        config: the model.
+        token_map: [vocab_size] int64; needed for `engram_hash`.
+    """
+    names = computed_names(spec, config)
+    if not names:
+        return {}
+    if spec.name == engram_hash.NAME:
+        weights = dict(EngramHashStage(config, token_map).named_parameters())
+        return {name: weights[name] for name in names}
+    if spec.layer_id is not None:
+        return {names[0]: inverse_frequencies(config, config.layer(spec.layer_id).compress_ratio)}
+    return {
+        name: inverse_frequencies(config, ratio)
+        for name, ratio in zip(names, rotary_families(config).values(), strict=True)
+    }
+
+
 def stage_prefix(spec: StageSpec) -> str:
     """What the checkpoint puts in front of the stage's parameter names."""
     return "" if spec.layer_id is None else f"layers.{spec.layer_id}."
@@ -82,4 +110,4 @@ def stage_prefix(spec: StageSpec) -> str:
 
 def load_stage(module: nn.Module, spec: StageSpec, source: WeightSource) -> None:
     """Fill a stage's module from a checkpoint; raises CheckpointError."""
-    load_parameters(module, source, stage_prefix(spec), COMPUTED_PARAMETERS.get(spec.name, ()))
+    load_parameters(module, source, stage_prefix(spec), computed_names(spec, source.config))

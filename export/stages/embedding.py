@@ -101,6 +101,6 @@ class EmbeddingStage(nn.Module):
         }
         positions = start.unsqueeze(1) + torch.arange(tokens, device=start.device)
         for family in self.families:
-            cos, sin = rotary_table(positions, self.get_parameter(f"{family}_frequencies"))
+            cos, sin = rotary_table(positions, getattr(self, f"{family}_frequencies"))
             results[f"{family}_rotary_cos"], results[f"{family}_rotary_sin"] = cos, sin
         return tuple(results[name] for name in outputs)

@@ -55,9 +55,7 @@ def variant(dtype: str, *, sharded: bool) -> Variant:
 
 def variants(sm: int) -> tuple[Variant, ...]:
     """Every variant a plan can hold."""
-    return tuple(
-        variant(dtype, sharded=sharded) for dtype in DTYPE_OF_ONNX.values() for sharded in (False, True)
-    )
+    return tuple(variant(dtype, sharded=sharded) for dtype in DTYPE_OF_ONNX.values() for sharded in (False, True))
 
 
 def _out_dtype(attributes: Attributes) -> str:
@@ -117,9 +115,7 @@ def plan_steps(inputs: Inputs, attributes: Attributes, sm: int) -> LaunchPlan:
     return LaunchPlan(op=SPEC.name, steps=(step,))
 
 
-def plan_shards(
-    num_ids: int, table_rows: int, shard_rows: int, engram_head_dim: int, dtype: str
-) -> LaunchPlan:
+def plan_shards(num_ids: int, table_rows: int, shard_rows: int, engram_head_dim: int, dtype: str) -> LaunchPlan:
     """Gather from a table whose shards lie at device addresses: shard s holds rows s*shard_rows and on.
 
     The launch names tensors `engram_ids` [num_ids] int64, `row_addresses` and `scale_addresses` [shards] int64

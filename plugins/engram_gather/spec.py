@@ -35,8 +35,6 @@ SPEC = PluginSpec(
             meaning="rows concatenated in column order; exact in bfloat16",
         ),
     ),
-    attributes=(
-        Attribute(name="out_dtype", kind="int", meaning="ONNX data type of the output: 1 float, 16 bfloat16"),
-    ),
+    attributes=(Attribute(name="out_dtype", kind="int", meaning="ONNX data type of the output: 1 float, 16 bfloat16"),),
     tolerance=Tolerance(rtol=0.0, atol=0.0),
 )

@@ -41,9 +41,7 @@ def engram_hash_kernel(
         source = position - shift
         inside = source >= 0
         new = tl.load(compressed_ids + token - shift, mask=live & inside, other=-1)
-        old = tl.load(
-            token_history + batch * history + (history + source), mask=live & (source < 0), other=-1
-        )
+        old = tl.load(token_history + batch * history + (history + source), mask=live & (source < 0), other=-1)
         earlier = tl.where(inside, new, old)
         blocked = blocked | (earlier < 0)
         rolling = rolling ^ (tl.where(blocked, pad_id, earlier) * tl.load(factors + shift))

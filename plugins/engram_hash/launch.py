@@ -69,9 +69,7 @@ def plan_steps(inputs: Inputs, attributes: Attributes, sm: int) -> LaunchPlan:
     )
     if batch * tokens * layers * columns == 0:
         return LaunchPlan(op=SPEC.name)
-    arguments: dict[str, str | int | float] = {
-        name: name for name, kind in VARIANT.signature if kind.startswith("*")
-    }
+    arguments: dict[str, str | int | float] = {name: name for name, kind in VARIANT.signature if kind.startswith("*")}
     step = make_launch(
         VARIANT,
         (ceil_div(batch * tokens, BLOCK_TOKENS), layers, 1),

@@ -29,7 +29,7 @@ SPEC = PluginSpec(
         Operand(
             name="primes",
             dtype="int64",
-            shape=("engram_layers", "history", "heads"),
+            shape=("engram_layers", "history", "engram_heads"),
             meaning="moduli, one per layer, n-gram size and head",
         ),
         Operand(
@@ -47,8 +47,6 @@ SPEC = PluginSpec(
             meaning="table rows; columns are n-gram size outer, head inner",
         ),
     ),
-    attributes=(
-        Attribute(name="pad_id", kind="int", meaning="compressed id that stands for a blocked position"),
-    ),
+    attributes=(Attribute(name="pad_id", kind="int", meaning="compressed id that stands for a blocked position"),),
     tolerance=Tolerance(rtol=0.0, atol=0.0),
 )

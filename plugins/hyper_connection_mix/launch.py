@@ -173,9 +173,7 @@ def plan_steps(inputs: Inputs, attributes: Attributes, sm: int) -> LaunchPlan:
             "norm_eps": float(attributes["norm_eps"]),
         },
     )
-    return LaunchPlan(
-        op=SPEC.name, steps=(project, mix), workspace=workspace, workspace_bytes=workspace_bytes
-    )
+    return LaunchPlan(op=SPEC.name, steps=(project, mix), workspace=workspace, workspace_bytes=workspace_bytes)
 
 
 PLANNER = Planner(spec=SPEC, outputs=outputs, plan_steps=plan_steps, variants=variants)

@@ -22,9 +22,7 @@ SPEC = PluginSpec(
     ),
     outputs=(
         Operand(name="pre", dtype="float32", shape=("batch", "tokens", "hc_mult"), meaning="reading weights"),
-        Operand(
-            name="post", dtype="float32", shape=("batch", "tokens", "hc_mult"), meaning="writing weights"
-        ),
+        Operand(name="post", dtype="float32", shape=("batch", "tokens", "hc_mult"), meaning="writing weights"),
         Operand(
             name="comb",
             dtype="float32",
@@ -34,9 +32,7 @@ SPEC = PluginSpec(
     ),
     attributes=(
         Attribute(name="hc_sinkhorn_iters", kind="int", meaning="column normalisations"),
-        Attribute(
-            name="hc_eps", kind="float", meaning="added to pre, to every entry of comb and to each divisor"
-        ),
+        Attribute(name="hc_eps", kind="float", meaning="added to pre, to every entry of comb and to each divisor"),
         Attribute(name="norm_eps", kind="float", meaning="added to the mean square of the flat streams"),
     ),
 )

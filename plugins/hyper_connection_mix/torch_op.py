@@ -19,9 +19,7 @@ def hyper_connection_mix(
     norm_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.hyper_connection_mix`."""
-    return reference.hyper_connection_mix(
-        hidden_states, hc_fn, hc_scale, hc_base, hc_sinkhorn_iters, hc_eps, norm_eps
-    )
+    return reference.hyper_connection_mix(hidden_states, hc_fn, hc_scale, hc_base, hc_sinkhorn_iters, hc_eps, norm_eps)
 
 
 @hyper_connection_mix.register_fake

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engram_trt.plugins.indexer.spec import CANDIDATE_SOURCE, CANDIDATE_USER
-from engram_trt.plugins.primitives import stable_topk
+from engram_trt.plugins.primitives import floor_divide, stable_topk
 
 NEVER = float("-inf")
 
@@ -14,7 +14,7 @@ NEVER = float("-inf")
 def visible_counts(start_positions: Tensor, tokens: int, compress_ratio: int) -> Tensor:
     """Entries each token can see: (p+1)//ratio. [batch] -> [batch, tokens] int64."""
     positions = start_positions.unsqueeze(1) + torch.arange(tokens, device=start_positions.device)
-    return torch.div(positions + 1, compress_ratio, rounding_mode="floor")
+    return floor_divide(positions + 1, compress_ratio)
 
 
 def index_scores(
@@ -69,7 +69,8 @@ def candidate_block_scores(scores: Tensor, visible: Tensor, block_size: int) -> 
     # Repeating the last entry fills the last block without changing its maximum.
     padded = torch.arange(blocks * block_size, device=scores.device).clamp(max=entries - 1)
     best = scores.index_select(2, padded).unflatten(2, (-1, block_size)).amax(dim=-1)
-    newest = torch.div(visible - 1, block_size, rounding_mode="floor").unsqueeze(-1)
+    newest = floor_divide((visible - 1).clamp(min=0), block_size)
+    newest = torch.where(visible > 0, newest, -1).unsqueeze(-1)
     return torch.where(torch.arange(blocks, device=scores.device) == newest, float("inf"), best)
 
 
@@ -87,12 +88,10 @@ def inside_candidates(scores: Tensor, candidate_blocks: Tensor, block_size: int)
     batch, tokens, entries = scores.shape
     blocks = (entries + block_size - 1) // block_size
     slot = candidate_blocks.to(torch.int64)
-    slot = torch.where(
-        (slot >= 0) & (slot < blocks), slot, blocks
-    )  # one extra slot takes what is not a block
+    slot = torch.where((slot >= 0) & (slot < blocks), slot, blocks)  # one extra slot takes what is not a block
     kept = torch.zeros((batch, tokens, blocks + 1), dtype=torch.int32, device=scores.device)
     kept = kept.scatter(2, slot, torch.ones_like(slot, dtype=torch.int32))
-    block_of_entry = torch.div(torch.arange(entries, device=scores.device), block_size, rounding_mode="floor")
+    block_of_entry = floor_divide(torch.arange(entries, device=scores.device), block_size)
     return torch.where(kept.index_select(2, block_of_entry) == 1, scores, NEVER)
 
 

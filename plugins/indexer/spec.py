@@ -1,4 +1,4 @@
-"""Contract of `Indexer`: score compressed entries, pick candidate blocks and the top-k, in one op (spec 5.5)."""
+"""Contract of `Indexer`: score entries, pick candidate blocks and the top-k, in one op (spec 5.5)."""
 
 from engram_trt.plugins.spec import Attribute, Operand, PluginSpec, Tolerance
 

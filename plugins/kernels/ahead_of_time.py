@@ -70,9 +70,7 @@ def compile_variant(variant: Variant, sm: int) -> CompiledKernel:
 
     function = getattr(importlib.import_module(variant.module), variant.function)
     constants = dict(variant.constants)
-    signature = {
-        name: dict(variant.signature).get(name, "constexpr") for name in function.arg_names
-    }
+    signature = {name: dict(variant.signature).get(name, "constexpr") for name in function.arg_names}
     attributes = {
         (position,): [["tt.divisibility", POINTER_DIVISIBILITY]]
         for position, (name, kind) in enumerate(signature.items())

@@ -69,9 +69,7 @@ def launch(
     """
     device = _common_device(op_type, tensors)
     if device.type != "cuda":
-        raise refuse(
-            op_type, "device", found=str(device), expected="cuda", remedy="Call the reference on the CPU."
-        )
+        raise refuse(op_type, "device", found=str(device), expected="cuda", remedy="Call the reference on the CPU.")
     with torch.cuda.device(device):
         return _run(op_type, tensors, attributes, outputs, compute_capability(device), interpret=False)
 
@@ -88,9 +86,7 @@ def launch_interpreted(
     return _run(op_type, tensors, attributes, outputs, sm, interpret=True)
 
 
-def execute(
-    plan: LaunchPlan, tensors: Mapping[str, Tensor], device: torch.device, *, interpret: bool
-) -> None:
+def execute(plan: LaunchPlan, tensors: Mapping[str, Tensor], device: torch.device, *, interpret: bool) -> None:
     """Run the steps of a plan.
 
     Args:
@@ -123,9 +119,7 @@ def _launch_step(step: Launch, named: Mapping[str, Tensor], interpret: bool) -> 
     if INTERPRET in constants:
         constants[INTERPRET] = interpret
     function = getattr(importlib.import_module(step.variant.module), step.variant.function)
-    function[step.grid](
-        **arguments, **constants, num_warps=step.variant.num_warps, num_stages=step.variant.num_stages
-    )
+    function[step.grid](**arguments, **constants, num_warps=step.variant.num_warps, num_stages=step.variant.num_stages)
 
 
 def _common_device(op_type: str, tensors: Mapping[str, Tensor | None]) -> torch.device:
@@ -159,9 +153,7 @@ def _run(
     planner = planner_of(op_type)
     infos: Inputs = {name: describe(tensor) for name, tensor in tensors.items()}
     plan = planner.plan(infos, attributes, sm)
-    named = {
-        name: _usable(planner, name, tensor) for name, tensor in tensors.items() if tensor is not None
-    }
+    named = {name: _usable(planner, name, tensor) for name, tensor in tensors.items() if tensor is not None}
     device = next(iter(named.values())).device
     results = _results(planner, infos, attributes, named, outputs or {}, device)
     named.update(results)

@@ -181,9 +181,7 @@ def lay_out_workspace(buffers: Mapping[str, TensorInfo]) -> tuple[tuple[Buffer, 
     return tuple(placed), offset
 
 
-def make_launch(
-    variant: Variant, grid: tuple[int, int, int], arguments: Mapping[str, str | int | float]
-) -> Launch:
+def make_launch(variant: Variant, grid: tuple[int, int, int], arguments: Mapping[str, str | int | float]) -> Launch:
     """A launch from arguments by name: a string names a tensor, a number is a scalar.
 
     Raises:
@@ -202,9 +200,7 @@ def make_launch(
 CType = type[ctypes.c_void_p] | type[ctypes.c_int32] | type[ctypes.c_int64] | type[ctypes.c_float]
 
 
-def pack_arguments(
-    launch: Launch, addresses: Mapping[str, int]
-) -> tuple[tuple[int | float, ...], tuple[CType, ...]]:
+def pack_arguments(launch: Launch, addresses: Mapping[str, int]) -> tuple[tuple[int | float, ...], tuple[CType, ...]]:
     """Values and C types of a launch's kernel parameters, as `cuLaunchKernel` of `cuda.bindings` takes them.
 
     Args:

@@ -50,24 +50,39 @@ def choose_experts(
     return chosen, weights * route_scale
 
 
-def expert(
-    x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor,
-    routing: Tensor | None,
-    swiglu_limit: float,
-    activation_format: int,
-) -> Tensor:
-    """One expert: w2(silu(w1 x) * w3 x * routing), rounded to x's dtype at each projection (spec 6.2).
+def swiglu(gate: Tensor, up: Tensor, routing: Tensor | None, swiglu_limit: float) -> Tensor:
+    """silu(gate) * up * routing in float32, rounded to the projections' dtype (spec 6.2).
 
-    The gate is clamped from above only, the up projection from both sides; the routing weight multiplies before
+    The gate is clamped from above only, the up projection from both sides. The routing weight multiplies before
     w2, where it changes what w2's input is rounded to.
+
+    Args:
+        gate, up: [rows, inter], outputs of w1 and w3.
+        routing: [rows, 1] float32, or None for weight one (the shared expert).
+        swiglu_limit: 0 for no clamp.
+
+    Returns:
+        [rows, inter] in gate's dtype.
+    """
+    dtype = gate.dtype
+    gate, up = gate.to(torch.float32), up.to(torch.float32)
+    if swiglu_limit > 0:
+        gate, up = gate.clamp(max=swiglu_limit), up.clamp(-swiglu_limit, swiglu_limit)
+    hidden = F.silu(gate) * up
+    if routing is not None:
+        hidden = hidden * routing
+    return hidden.to(dtype)
+
+
+def expert(
+    x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, routing: Tensor, swiglu_limit: float, activation_format: int
+) -> Tensor:
+    """One routed expert: w2 swiglu(w1 x, w3 x), rounded to x's dtype at each projection.
 
     Args:
         x: [rows, dim].
         w1, w3: [inter, dim]; w2: [dim, inter]; in x's dtype.
-        routing: [rows, 1] float32, or None for weight one (the shared expert).
+        routing: [rows, 1] float32.
         swiglu_limit: 0 for no clamp.
         activation_format: -1, or a `QuantizeDequantize` format for the inputs of the projections.
 
@@ -76,13 +91,7 @@ def expert(
     """
     if activation_format >= 0:
         x = quantize_dequantize(x, activation_format)
-    gate, up = F.linear(x, w1).to(torch.float32), F.linear(x, w3).to(torch.float32)
-    if swiglu_limit > 0:
-        gate, up = gate.clamp(max=swiglu_limit), up.clamp(-swiglu_limit, swiglu_limit)
-    hidden = F.silu(gate) * up
-    if routing is not None:
-        hidden = hidden * routing
-    hidden = hidden.to(x.dtype)
+    hidden = swiglu(F.linear(x, w1), F.linear(x, w3), routing, swiglu_limit)
     if activation_format >= 0:
         hidden = quantize_dequantize(hidden, activation_format)
     return F.linear(hidden, w2)

@@ -27,12 +27,8 @@ SPEC = PluginSpec(
             shape=("experts", "inter", "dim_stored"),
             meaning="gate projections; packed: two FP4 codes a byte, low nibble first",
         ),
-        Operand(
-            name="experts_w2", dtype="W", shape=("experts", "dim", "inter_stored"), meaning="down projections"
-        ),
-        Operand(
-            name="experts_w3", dtype="W", shape=("experts", "inter", "dim_stored"), meaning="up projections"
-        ),
+        Operand(name="experts_w2", dtype="W", shape=("experts", "dim", "inter_stored"), meaning="down projections"),
+        Operand(name="experts_w3", dtype="W", shape=("experts", "inter", "dim_stored"), meaning="up projections"),
         Operand(
             name="experts_w1_scale",
             dtype="int8",
@@ -65,9 +61,7 @@ SPEC = PluginSpec(
     ),
     attributes=(
         Attribute(name="n_activated_experts", kind="int", meaning="experts per token"),
-        Attribute(
-            name="norm_topk_prob", kind="int", meaning="1: divide the chosen scores by their sum + 1e-20"
-        ),
+        Attribute(name="norm_topk_prob", kind="int", meaning="1: divide the chosen scores by their sum + 1e-20"),
         Attribute(name="route_scale", kind="float", meaning="factor of every routing weight"),
         Attribute(name="swiglu_limit", kind="float", meaning="clamp of the two projections; 0 for none"),
         Attribute(

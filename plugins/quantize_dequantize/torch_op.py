@@ -17,3 +17,18 @@ def quantize_dequantize(x: Tensor, format: int) -> Tensor:
 @quantize_dequantize.register_fake
 def _(x: Tensor, format: int) -> Tensor:
     return x.new_empty(x.shape)
+
+
+def round_rows(x: Tensor, format: int) -> Tensor:
+    """`quantize_dequantize` for any number of leading axes: the op itself takes rows.
+
+    Args:
+        x: [..., width].
+        format: a format number of the contract.
+
+    Returns:
+        like x.
+    """
+    if x.dim() == 2:
+        return quantize_dequantize(x, format)
+    return quantize_dequantize(x.reshape(-1, x.shape[-1]), format).reshape(x.shape)

@@ -145,9 +145,7 @@ def outputs(inputs: Inputs, attributes: Attributes) -> dict[str, TensorInfo]:
     return {"attention_output": info(SPEC.name, inputs, "q")}
 
 
-def choose(
-    dtype: str, sm: int, num_tokens: int, heads: int, window_size: int, index_topk: int
-) -> tuple[Tile, int]:
+def choose(dtype: str, sm: int, num_tokens: int, heads: int, window_size: int, index_topk: int) -> tuple[Tile, int]:
     """Tile and number of splits: whole key lists where the tokens fill the GPU, else enough splits to fill it."""
     wide, narrow = tiles(dtype, sm)[0], tiles(dtype, sm)[-1]
     if num_tokens * ceil_div(heads, wide.heads) >= MULTIPROCESSORS[sm]:
@@ -239,9 +237,7 @@ def plan_steps(inputs: Inputs, attributes: Attributes, sm: int) -> LaunchPlan:
         },
     )
     if splits == 1:
-        return LaunchPlan(
-            op=SPEC.name, steps=(attend,), workspace=workspace, workspace_bytes=workspace_bytes
-        )
+        return LaunchPlan(op=SPEC.name, steps=(attend,), workspace=workspace, workspace_bytes=workspace_bytes)
     merge = make_launch(
         merge_variant(q.dtype, block_dim),
         (batch * tokens, heads, 1),
@@ -256,9 +252,7 @@ def plan_steps(inputs: Inputs, attributes: Attributes, sm: int) -> LaunchPlan:
             "splits": splits,
         },
     )
-    return LaunchPlan(
-        op=SPEC.name, steps=(attend, merge), workspace=workspace, workspace_bytes=workspace_bytes
-    )
+    return LaunchPlan(op=SPEC.name, steps=(attend, merge), workspace=workspace, workspace_bytes=workspace_bytes)
 
 
 PLANNER = Planner(spec=SPEC, outputs=outputs, plan_steps=plan_steps, variants=variants)

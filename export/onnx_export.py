@@ -1,0 +1,120 @@
+"""One stage as an .onnx file and its data file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import onnx
+import torch
+from torch import Tensor, nn
+
+from engram_trt.configs.model import ModelConfig
+from engram_trt.configs.tensors import StageSpec
+from engram_trt.export.modeling.compute import ComputeConfig
+from engram_trt.export.modeling.weights import WeightSource, dense_chunks
+from engram_trt.export.passes.cleanup import drop_untyped_values
+from engram_trt.export.passes.functions import FunctionLibrary
+from engram_trt.export.passes.weights import StoredWeight, externalize
+from engram_trt.export.stages.chain import (
+    DTYPE_NAMES,
+    computed_weights,
+    stage_module,
+    stage_prefix,
+)
+from engram_trt.export.tracing import trace_stage, weight_tensors
+
+IR_VERSION = 10
+"""The first with function overloads."""
+
+
+def ignore_progress(num_bytes: int) -> None:
+    """For callers that show none."""
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file that appears whole or not at all."""
+    partial_path = path.with_name(f"{path.name}.partial")
+    with partial_path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial_path.replace(path)
+
+
+class StageExporter:
+    """Exports the stages of one model; a kind is traced once, a function body is made once.
+
+    Args:
+        source: config and weights.
+        compute: dtype and roundings.
+        token_map: [vocab_size] int64, for a model with Engram.
+    """
+
+    def __init__(self, source: WeightSource, compute: ComputeConfig, token_map: Tensor | None) -> None:
+        self.source, self.compute, self.token_map = source, compute, token_map
+        self._functions = FunctionLibrary(source.config, DTYPE_NAMES[compute.dtype])
+        self._graphs: dict[str, onnx.ModelProto] = {}
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.source.config
+
+    def graph(self, spec: StageSpec) -> onnx.ModelProto:
+        """The graph of a stage's kind with bodies attached and weights as inputs; do not change it."""
+        if spec.kind not in self._graphs:
+            model = trace_stage(spec, self._shapes(spec))
+            drop_untyped_values(model)
+            self._functions.attach(model)
+            model.ir_version = IR_VERSION
+            self._graphs[spec.kind] = model
+        return self._graphs[spec.kind]
+
+    def weights(self, spec: StageSpec) -> dict[str, StoredWeight]:
+        """Every weight of a stage; values are made when its chunks are asked for."""
+        computed = computed_weights(spec, self.config, self.token_map)
+        prefix, stored = stage_prefix(spec), {}
+        for name, tensor in weight_tensors(self._shapes(spec)).items():
+            if name in computed:
+                chunks = partial(_whole, computed[name])
+            else:
+                chunks = partial(dense_chunks, self.source, f"{prefix}{name}", tensor.shape, tensor.dtype)
+            stored[name] = StoredWeight(shape=tuple(tensor.shape), dtype=tensor.dtype, chunks=chunks)
+        return stored
+
+    def export(
+        self, spec: StageSpec, folder: Path, *, zeros: bool = False, progress: Callable[[int], None] = ignore_progress
+    ) -> tuple[Path, Path]:
+        """Write `<stage>.onnx` and `<stage>.data`; the .onnx file appears last, complete, and checked.
+
+        Args:
+            spec: the stage.
+            folder: exists.
+            zeros: write the data file as sparse zeros of full size.
+            progress: called with the number of weight bytes just written.
+
+        Returns:
+            both paths.
+
+        Raises:
+            CheckpointError: a weight is absent, misshapen or damaged.
+            OSError: the disk is full or not writable.
+        """
+        onnx_path, data_path = folder / f"{spec.name}.onnx", folder / f"{spec.name}.data"
+        model = onnx.ModelProto()
+        model.CopyFrom(self.graph(spec))
+        model.graph.name = spec.name
+        externalize(model, self.weights(spec), data_path, zeros=zeros, progress=progress)
+        write_atomically(onnx_path, model.SerializeToString())
+        return onnx_path, data_path
+
+    def _shapes(self, spec: StageSpec) -> nn.Module:
+        """The stage's module without memory behind its weights."""
+        with torch.device("meta"):
+            return stage_module(spec, self.config, self.compute, self.token_map)
+
+
+def _whole(values: Tensor) -> list[Tensor]:
+    return [values]

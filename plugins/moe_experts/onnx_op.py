@@ -1,0 +1,169 @@
+"""ONNX form, by hand: a loop over the distinct chosen experts, so that only those are read and dequantised.
+
+At most one expert's three matrices exist in float at a time; everything else is bound as it is stored.
+"""
+
+from __future__ import annotations
+
+import onnx
+from onnx import TensorProto, helper, numpy_helper, parser
+
+from engram_trt.plugins.float_tables import E2M1_PAIR_TABLE, E8M0_TABLE
+from engram_trt.plugins.moe_experts.reference import WEIGHT_EPS
+from engram_trt.plugins.moe_experts.spec import GROUP
+from engram_trt.plugins.onnx_functions import NodeVariant, function_proto
+from engram_trt.plugins.onnx_translation import OPSET, PLUGIN_ATTRIBUTES
+from engram_trt.plugins.quantize_dequantize.spec import SPEC as QUANTIZE_DEQUANTIZE
+from engram_trt.plugins.spec import NAMESPACE
+
+_FLOAT = TensorProto.FLOAT
+
+_CHOICE = """
+    k = Constant <value_ints = [{k}]> ()
+    last = Constant <value_ints = [-1]> ()
+    zero_axis = Constant <value_ints = [0]> ()
+    go_on = Constant <value = bool {{1}}> ()
+    biased = Add (scores, selection_bias)
+    best, chosen = TopK <axis = -1, largest = 1, sorted = 1> (biased, k)
+    chosen_scores = GatherElements <axis = 1> (scores, chosen)
+{normalise}
+    route_scale = Constant <value = float {{{route_scale!r}}}> ()
+    routing = Mul (weights, route_scale)
+    used = Unique <sorted = 1> (chosen)
+    num_used = Size (used)
+    shape = Shape (ffn_in)
+    zeros = ConstantOfShape <value = float[1] {{0}}> (shape)
+"""
+
+_NORMALISE = """
+    eps = Constant <value = float {{{eps!r}}}> ()
+    total = ReduceSum <keepdims = 1> (chosen_scores, last)
+    divisor = Add (total, eps)
+    weights = Div (chosen_scores, divisor)
+"""
+
+_EXPERT = """
+    expert = Gather <axis = 0> (used, iteration)
+    hit = Equal (chosen, expert)
+    places = NonZero (hit)
+    row_of, slot_of = Split <axis = 0, num_outputs = 2> (places)
+    rows = Squeeze (row_of, zero_axis)
+    pairs = Transpose <perm = [1, 0]> (places)
+    routing_rows = GatherND (routing, pairs)
+    routing_column = Unsqueeze (routing_rows, last)
+    stored_x = Gather <axis = 0> (ffn_in, rows)
+    x = {round_x} (stored_x)
+{weights}
+    gate_T = Gemm <transB = 1> (x, w1)
+    up_T = Gemm <transB = 1> (x, w3)
+    gate_f = Cast <to = 1> (gate_T)
+    up_f = Cast <to = 1> (up_T)
+{clamp}
+    sigmoid = Sigmoid (gate)
+    silu = Mul (gate, sigmoid)
+    product = Mul (silu, up)
+    weighted = Mul (product, routing_column)
+    hidden_T = Cast <to = {T}> (weighted)
+    hidden = {round_x} (hidden_T)
+    output_T = Gemm <transB = 1> (hidden, w2)
+    output = Cast <to = 1> (output_T)
+    targets = Unsqueeze (rows, last)
+    sum_out = ScatterND <reduction = "add"> (sum_in, targets, output)
+    go_on_out = Identity (go_on_in)
+"""
+
+_CLAMP = """
+    high = Constant <value = float {{{limit!r}}}> ()
+    low = Constant <value = float {{-{limit!r}}}> ()
+    gate = Min (gate_f, high)
+    up_low = Max (up_f, low)
+    up = Min (up_low, high)
+"""
+
+_NO_CLAMP = """
+    gate = Identity (gate_f)
+    up = Identity (up_f)
+"""
+
+_FLOAT_WEIGHT = """
+    {w} = Gather <axis = 0> (experts_{w}, expert)
+"""
+
+_PACKED_WEIGHT = """
+    {w}_codes = Gather <axis = 0> (experts_{w}, expert)
+    {w}_index = Cast <to = 6> ({w}_codes)
+    {w}_pairs = Gather <axis = 0> (e2m1_pairs, {w}_index)
+    {w}_groups = Reshape ({w}_pairs, group_shape)
+    {w}_bytes = Gather <axis = 0> (experts_{w}_scale, expert)
+    {w}_exponents = Cast <to = 6> ({w}_bytes)
+    {w}_powers = Gather <axis = 0> (e8m0, {w}_exponents)
+    {w}_factors = Unsqueeze ({w}_powers, last)
+    {w}_scaled = Mul ({w}_groups, {w}_factors)
+    {w}_flat = Reshape ({w}_scaled, flat_shape)
+    {w} = Cast <to = {T}> ({w}_flat)
+"""
+
+_LOOP = """
+    routed_output = Loop (num_used, go_on, zeros) <body = per_expert
+        (int64 iteration, bool go_on_in, float[rows, dim] sum_in) => (bool go_on_out, float[rows, dim] sum_out)
+        {{ {body} }}
+    >
+"""
+
+
+def function(variant: NodeVariant, overload: str) -> onnx.FunctionProto:
+    """The body for packed or float experts, with or without input rounding, in one dtype."""
+    nodes = _parse(_source(variant), variant)
+    if _is_packed(variant):
+        tables = {"e2m1_pairs": E2M1_PAIR_TABLE.numpy(), "e8m0": E8M0_TABLE.numpy()}
+        constants = [
+            helper.make_node("Constant", [], [name], value=numpy_helper.from_array(values, name))
+            for name, values in tables.items()
+        ]
+        shapes = {"group_shape": [0, -1, GROUP], "flat_shape": [0, -1]}
+        constants += [helper.make_node("Constant", [], [name], value_ints=shape) for name, shape in shapes.items()]
+        nodes = constants + nodes
+    return function_proto(variant, nodes, ["routed_output"], overload)
+
+
+def _is_packed(variant: NodeVariant) -> bool:
+    return variant.num_inputs == len(variant.spec.inputs)
+
+
+def _source(variant: NodeVariant) -> str:
+    attributes = variant.attributes
+    k, limit = int(attributes["n_activated_experts"]), float(attributes["swiglu_limit"])
+    data_type = TensorProto.BFLOAT16 if variant.dtype == "bfloat16" else _FLOAT
+    normalised = attributes["norm_topk_prob"] and k > 1
+    normalise = _NORMALISE.format(eps=WEIGHT_EPS) if normalised else "    weights = Identity (chosen_scores)\n"
+    choice = _CHOICE.format(k=k, normalise=normalise, route_scale=float(attributes["route_scale"]))
+    weight = _PACKED_WEIGHT if _is_packed(variant) else _FLOAT_WEIGHT
+    body = _EXPERT.format(
+        weights="".join(weight.format(w=name, T=data_type) for name in ("w1", "w2", "w3")),
+        clamp=_CLAMP.format(limit=limit) if limit > 0 else _NO_CLAMP,
+        round_x="Identity" if attributes["activation_format"] < 0 else "RoundInput",
+        T=data_type,
+    )
+    return choice + _LOOP.format(body=body)
+
+
+def _parse(source: str, variant: NodeVariant) -> list[onnx.NodeProto]:
+    header = f'<opset_import: ["" : {OPSET}], domain: "{NAMESPACE}">\n'
+    names = ", ".join(operand.name for operand in variant.inputs)
+    text = f"{header}{variant.spec.name} ({names}) => (routed_output) {{ {source} }}"
+    nodes = list(parser.parse_function(text).node)
+    _name_rounding(nodes, int(variant.attributes["activation_format"]))
+    return nodes
+
+
+def _name_rounding(nodes: list[onnx.NodeProto], format: int) -> None:
+    """Turn the placeholder of the template into a call of `QuantizeDequantize`."""
+    for node in nodes:
+        if node.op_type == "RoundInput":
+            node.op_type, node.domain, node.overload = QUANTIZE_DEQUANTIZE.name, NAMESPACE, str(format)
+            plugin = dict(zip(PLUGIN_ATTRIBUTES, (NAMESPACE, QUANTIZE_DEQUANTIZE.version), strict=True))
+            attributes = {"format": format, **plugin}
+            node.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                _name_rounding(list(attribute.g.node), format)

@@ -101,17 +101,17 @@ def decode_e8m0(byte):
 @triton.jit
 def decode_e4m3(byte):
     """Value of an E4M3 byte given as an integer 0..255, as float32; 0x7F and 0xFF are NaN."""
-    # The seven bits under the sign, put where float32 keeps exponent and mantissa, read as 2^-120 times the value.
-    low = ((byte & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
-    value = tl.where((byte & 0x80) != 0, -low, low)
+    # The bits put where float32 keeps sign, exponent and mantissa read as 2^-120 times the value.
+    bits = ((byte & 0x7F) << 20) | ((byte & 0x80) << 24)
+    value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
     return tl.where((byte & 0x7F) == 0x7F, float("nan"), value)
 
 
 @triton.jit
 def decode_e2m1(nibble):
-    """Value of an FP4 code given as an integer 0..15, as float32."""
-    low = ((nibble & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
-    return tl.where((nibble & 8) != 0, -low, low)
+    """Value of an FP4 code given as an integer whose low four bits are the code, as float32."""
+    bits = ((nibble & 7) << 22) | ((nibble & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
 @triton.jit

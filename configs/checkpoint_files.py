@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from engram_trt.configs.errors import CheckpointError
 from engram_trt.configs.json_file import parse_json_object, read_bytes
 from engram_trt.configs.safetensors_header import MAX_ENTRIES, ShardHeader, TensorEntry, read_header
@@ -181,8 +183,25 @@ def read_shards(root: Path, index: ShardIndex, needed: Collection[str]) -> dict[
             remedy="Move them away, or fetch the index that belongs to them.",
         )
     shards = {name: read_header(paths[name]) for name in names}
+    for header in shards.values():
+        _check_with_library(header)
     _check_both_ways(index, shards)
     return shards
+
+
+def _check_with_library(header: ShardHeader) -> None:
+    """Open a shard with the safetensors library too: a file that two readers see differently is not trusted."""
+    found: str | None = None
+    try:
+        with safe_open(header.path, framework="numpy") as file:
+            if set(file.keys()) != set(header.entries):
+                found = "other tensors than its header lists"
+    except (SafetensorError, OSError) as cause:
+        found = f"a file that the safetensors library refuses ({cause})"
+    if found is not None:
+        raise CheckpointError(
+            str(header.path), found=found, expected="a safetensors file", remedy="Fetch the shard again."
+        )
 
 
 def _check_both_ways(index: ShardIndex, shards: Mapping[str, ShardHeader]) -> None:

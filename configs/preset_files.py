@@ -14,18 +14,14 @@ PRESETS = ("tiny", "released")
 
 def _text(folder: str, name: str) -> bytes:
     if name.partition(".")[0] not in PRESETS:
-        raise ConfigError(
-            "preset", found=name, expected=" or ".join(PRESETS), remedy="Name a preset of the package."
-        )
+        raise ConfigError("preset", found=name, expected=" or ".join(PRESETS), remedy="Name a preset of the package.")
     return files("engram_trt.configs").joinpath(folder, name).read_bytes()
 
 
 def model_preset(name: str) -> ModelConfig:
     """The model of preset `tiny` or `released`; `ConfigError` for another name."""
     where = f"models/{name}.json"
-    return ModelConfig.from_dict(
-        parse_json_object(_text("models", f"{name}.json"), where, ConfigError), where=where
-    )
+    return ModelConfig.from_dict(parse_json_object(_text("models", f"{name}.json"), where, ConfigError), where=where)
 
 
 def deployment_preset(name: str) -> DeploymentConfig:

@@ -166,9 +166,7 @@ def _entry(path: Path, name: str, value: Any, data_start: int) -> TensorEntry:
     nbytes = math.prod(shape) * ITEM_BYTES[dtype]
     if nbytes != end - begin:
         raise _bad(path, name=name, found=f"{end - begin:,} bytes", expected=f"{nbytes:,} for {dtype} {shape}")
-    return TensorEntry(
-        name=name, shard=path, dtype=dtype, shape=tuple(shape), offset=data_start + begin, nbytes=nbytes
-    )
+    return TensorEntry(name=name, shard=path, dtype=dtype, shape=tuple(shape), offset=data_start + begin, nbytes=nbytes)
 
 
 def _is_int_list(value: Any, limit: int) -> bool:

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--preset", metavar="NAME", default="tiny", help="tiny (default) or released")
-    source.add_argument("--config", metavar="FILE", type=Path, help="a model config instead of a preset")
+    parser.add_argument("--preset", metavar="NAME", default="tiny", help="tiny (default) or released")
+    parser.add_argument("--config", metavar="FILE", type=Path, help="a model config instead of the preset's")
     parser.add_argument("--layers", metavar="IDS", help="a partial checkpoint with these layers, as in 2,8,20")
     parser.add_argument(
         "--tokenizer", metavar="FILE", type=Path, help="a tokenizer.json to copy; by default a small one is trained"

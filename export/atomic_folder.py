@@ -51,11 +51,16 @@ def require_replaceable(
 
 
 @contextmanager
-def atomic_folder(target: Path, error: type[UserError] = UserError) -> Iterator[Path]:
+def atomic_folder(target: Path, error: type[UserError] = UserError, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder beside `target` that takes its place when the block ends well.
 
-    A folder at `target` is moved aside first and deleted last, so that a crash leaves the old one, the new one, or
-    for an instant the old one under its temporary name. When the block raises, the temporary folder is removed.
+    When the block raises, the temporary folder is removed and `target` is as it was.
+
+    Args:
+        target: the final path.
+        error: the class to raise.
+        replace: whether a folder with files at `target` gives way. It is moved aside first and deleted last, so
+            that a crash leaves the old one, the new one, or for an instant the old one under its temporary name.
 
     Raises:
         UserError: of the class `error`, when the file system refuses (no room, read-only, ...).
@@ -70,7 +75,7 @@ def atomic_folder(target: Path, error: type[UserError] = UserError) -> Iterator[
         yield folder
         folder.chmod(0o755)
         sync_folder(folder)
-        _take_place(folder, target)
+        _take_place(folder, target, replace=replace)
     except OSError as cause:
         shutil.rmtree(folder, ignore_errors=True)
         raise _refused(target, cause, error) from cause
@@ -79,9 +84,10 @@ def atomic_folder(target: Path, error: type[UserError] = UserError) -> Iterator[
         raise
 
 
-def _take_place(folder: Path, target: Path) -> None:
+def _take_place(folder: Path, target: Path, *, replace: bool) -> None:
     aside = folder.with_name(folder.name.replace(".partial-", ".replaced-"))
-    had_target = os.path.lexists(target)
+    # Without `replace` the rename itself refuses a folder with files, also one that came up in the meantime.
+    had_target = replace and os.path.lexists(target)
     if had_target:
         os.rename(target, aside)
     try:

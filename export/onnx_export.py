@@ -62,13 +62,18 @@ class StageExporter:
     def config(self) -> ModelConfig:
         return self.source.config
 
+    def has_graph(self, spec: StageSpec) -> bool:
+        """Whether the graph of the stage's kind is there already."""
+        return spec.kind in self._graphs
+
+    def add_graph(self, spec: StageSpec, model: onnx.ModelProto) -> None:
+        """Take a graph made elsewhere by `stage_graph`."""
+        self._graphs[spec.kind] = model
+
     def graph(self, spec: StageSpec) -> onnx.ModelProto:
-        """The graph of a stage's kind with bodies attached and weights as inputs; do not change it."""
+        """The graph of a stage's kind, weights still inputs; do not change it."""
         if spec.kind not in self._graphs:
-            model = trace_stage(spec, self._shapes(spec))
-            drop_untyped_values(model)
-            self._functions.attach(model)
-            model.ir_version = IR_VERSION
+            model = stage_graph(spec, self.config, self.compute, self.token_map, self._functions)
             self._graphs[spec.kind] = model
         return self._graphs[spec.kind]
 
@@ -111,9 +116,33 @@ class StageExporter:
         return onnx_path, data_path
 
     def _shapes(self, spec: StageSpec) -> nn.Module:
-        """The stage's module without memory behind its weights."""
-        with torch.device("meta"):
-            return stage_module(spec, self.config, self.compute, self.token_map)
+        return shapes_only(spec, self.config, self.compute, self.token_map)
+
+
+def shapes_only(spec: StageSpec, config: ModelConfig, compute: ComputeConfig, token_map: Tensor | None) -> nn.Module:
+    """A stage's module without memory behind its weights."""
+    with torch.device("meta"):
+        return stage_module(spec, config, compute, token_map)
+
+
+def stage_graph(
+    spec: StageSpec,
+    config: ModelConfig,
+    compute: ComputeConfig,
+    token_map: Tensor | None,
+    functions: FunctionLibrary,
+) -> onnx.ModelProto:
+    """Trace a stage and attach the bodies of its ops; weights are inputs behind the stage's own.
+
+    Raises:
+        onnx.checker.ValidationError: what was traced is not valid ONNX; a bug.
+    """
+    model = trace_stage(spec, shapes_only(spec, config, compute, token_map))
+    drop_untyped_values(model)
+    functions.attach(model)
+    model.ir_version = IR_VERSION
+    onnx.checker.check_model(model, full_check=True)
+    return model
 
 
 def _whole(values: Tensor) -> list[Tensor]:

@@ -82,7 +82,7 @@ def synthesize(request: SynthRequest, progress: Progress = lambda shard, num_byt
     require_replaceable(request.out, force=request.force, marks=(CONFIG_NAME, INDEX_NAME), error=CheckpointError)
     tensors = checkpoint_tensors(request.config, request.layers)
     _check_room(request.out, bytes_to_write(request))
-    with atomic_folder(request.out, CheckpointError) as folder:
+    with atomic_folder(request.out, CheckpointError, replace=request.force) as folder:
         config = _write_tokenizer(folder, request)
         _write_json(folder / CONFIG_NAME, config.to_hf_dict())
         shards = split_into_shards(tensors)

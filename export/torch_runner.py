@@ -13,17 +13,15 @@ from torch import Tensor, nn
 
 from engram_trt.configs.deployment import DeploymentConfig
 from engram_trt.configs.tensors import StageSpec
+from engram_trt.export.checkpoint_source import CheckpointSource
 from engram_trt.export.modeling.compute import ComputeConfig
 from engram_trt.export.modeling.probe import Recorder
-from engram_trt.export.modeling.weights import (
-    WeightSource,
-    engram_tensor,
-    expert_tensor,
-    experts_are_packed,
-)
+from engram_trt.export.modeling.weights import WeightSource, experts_are_packed, resident_tensor
 from engram_trt.export.stages.chain import load_stage, stage_module, stage_specs
+from engram_trt.runtime.artifact import Artifact
 from engram_trt.runtime.engine import Engine
 from engram_trt.runtime.stage_runners.contract import Array, Backend, Buffer, Run, StageRunner, View
+from engram_trt.runtime.token_map import TokenMap
 
 _DTYPES = {
     "bool": torch.bool,
@@ -121,10 +119,7 @@ class TorchBackend(Backend):
             raise ValueError(f"{spec.name}: resident input {binding} has no owner")
         key = (owner, binding)
         if key not in self._resident:
-            if binding.startswith("engram_"):
-                values = engram_tensor(self.source, owner, binding)
-            else:
-                values = expert_tensor(self.source, owner, binding, self.compute.dtype)
+            values = resident_tensor(self.source, spec.input(binding), self.compute.dtype)
             buffer = TorchBuffer(spec.input(binding).dtype, values.reshape(-1))
             self._resident[key] = buffer.view(tuple(values.shape))
         return self._resident[key]
@@ -142,3 +137,12 @@ def torch_engine(source: WeightSource, deployment: DeploymentConfig, token_map: 
     packed = source.config.n_layers > 0 and experts_are_packed(source, 0)
     stages = stage_specs(source.config, compute, packed_experts=packed, dspark_taps=deployment.dspark_taps)
     return Engine.load(source.config, deployment, stages, TorchBackend(source, compute, token_map))
+
+
+def torch_backend(artifact: Artifact) -> Backend:
+    """The entry point of back end `torch`: the eager modules with the weights of an artefact's checkpoint."""
+    token_map = None
+    if artifact.config.has_engram:
+        token_map = torch.from_numpy(TokenMap.for_model(artifact.tokenizer(), artifact.config).ids.copy())
+    compute = ComputeConfig.from_deployment(artifact.manifest.deployment)
+    return TorchBackend(CheckpointSource(checkpoint=artifact.checkpoint), compute, token_map)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from engram_trt.configs.errors import CheckpointError
 from engram_trt.configs.model import ModelConfig
+from engram_trt.configs.tensors import TensorSpec
 from engram_trt.plugins.float_tables import E4M3_TABLE, E8M0_TABLE
 from engram_trt.plugins.moe_experts.reference import dequantize_fp4
 from engram_trt.plugins.primitives import take
@@ -24,6 +25,9 @@ TILE = 32
 
 CHUNK_ELEMENTS = 1 << 22
 """Values dequantised at a time; bounds the memory of an export."""
+
+
+_ENGRAM_TENSORS = {"engram_rows": "weight", "engram_scales": "scale"}
 
 
 class WeightSource(Protocol):
@@ -143,33 +147,36 @@ def load_parameters(module: nn.Module, source: WeightSource, prefix: str, comput
             start += chunk.shape[0]
 
 
-def expert_tensor(source: WeightSource, layer_id: int, binding: str, dtype: torch.dtype) -> Tensor:
-    """All routed experts' tensors of one kind, stacked by expert id.
+def resident_tensor_names(config: ModelConfig, tensor: TensorSpec) -> list[str]:
+    """Checkpoint tensors that, in order, make up a resident input: one per expert, or one for a table.
+
+    Args:
+        config: the model.
+        tensor: a resident input of a block, such as `experts_w1_scale` or `engram_rows`.
+    """
+    prefix = f"layers.{tensor.owner}."
+    if tensor.tensor in _ENGRAM_TENSORS:
+        return [f"{prefix}engram.embed.{_ENGRAM_TENSORS[tensor.tensor]}"]
+    matrix, _, scale = tensor.tensor.removeprefix("experts_").partition("_")
+    return [f"{prefix}ffn.experts.{expert}.{matrix}.{scale or 'weight'}" for expert in range(config.n_routed_experts)]
+
+
+def resident_tensor(source: WeightSource, tensor: TensorSpec, dtype: torch.dtype) -> Tensor:
+    """The values of a resident input, as a stage takes them.
 
     Args:
         source: the checkpoint.
-        layer_id: the layer.
-        binding: `experts_w1`, `experts_w1_scale`, ...
-        dtype: of float weights; packed ones are returned as int8 bytes.
+        tensor: the input.
+        dtype: of float experts; one-byte tensors (codes, scales, table rows) are viewed as int8.
 
     Returns:
-        [experts, rows, columns].
+        a table as it is mapped, experts stacked by id.
     """
-    matrix, _, scale = binding.removeprefix("experts_").partition("_")
-    names = [
-        f"layers.{layer_id}.ffn.experts.{expert}.{matrix}.{scale or 'weight'}"
-        for expert in range(source.config.n_routed_experts)
-    ]
-    stored = [source.tensor(name) for name in names]
-    return torch.stack([t.view(torch.int8) if t.element_size() == 1 else t.to(dtype) for t in stored])
+    stored = [source.tensor(name) for name in resident_tensor_names(source.config, tensor)]
+    stored = [item.view(torch.int8) if item.element_size() == 1 else item.to(dtype) for item in stored]
+    return stored[0] if tensor.tensor in _ENGRAM_TENSORS else torch.stack(stored)
 
 
 def experts_are_packed(source: WeightSource, layer_id: int) -> bool:
     """Whether a layer's routed experts are stored as FP4 codes."""
     return source.has(f"layers.{layer_id}.ffn.experts.0.w1.scale")
-
-
-def engram_tensor(source: WeightSource, layer_id: int, binding: str) -> Tensor:
-    """An Engram table's bytes (`engram_rows`) or scales (`engram_scales`), viewed as int8, not copied."""
-    part = {"engram_rows": "weight", "engram_scales": "scale"}[binding]
-    return source.tensor(f"layers.{layer_id}.engram.embed.{part}").view(torch.int8)

@@ -1,0 +1,177 @@
+"""Open an artefact: check it, find its checkpoint, load its stages with a back end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import numpy as np
+
+from engram_trt.configs.artifact import Manifest, ResidentRecord
+from engram_trt.configs.checkpoint import Checkpoint
+from engram_trt.configs.errors import ArtifactError, BackendError, CheckpointError
+from engram_trt.configs.model import ModelConfig
+from engram_trt.configs.tensors import StageSpec
+from engram_trt.runtime.engine import Engine
+from engram_trt.runtime.stage_runners.contract import Array, Backend
+from engram_trt.runtime.stage_runners.onnxruntime import OnnxRuntimeBackend
+from engram_trt.runtime.tokenizer import Tokenizer
+
+BACKEND_GROUP = "engram_trt.backends"
+
+VERIFIED_BYTES = 64 << 20
+"""Files up to this size are digested when an artefact is opened; of larger ones the size is compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Artifact:
+    """A checked artefact and the checkpoint it refers to.
+
+    Args:
+        root: its folder.
+        manifest: what it holds.
+        config: its model.
+        checkpoint: holds experts and Engram tables.
+    """
+
+    root: Path
+    manifest: Manifest
+    config: ModelConfig
+    checkpoint: Checkpoint
+
+    @classmethod
+    def open(cls, root: Path, checkpoint: Path | None = None) -> Artifact:
+        """Open and check an artefact.
+
+        Args:
+            root: its folder.
+            checkpoint: where the checkpoint is now, if not where it was.
+
+        Raises:
+            ArtifactError: it is none, is incomplete, or was changed.
+            CheckpointError: the checkpoint is missing or another one.
+        """
+        manifest = Manifest.read(root)
+        for record in manifest.files:
+            record.verify(root)
+        for stage in manifest.stages:
+            for record in (stage.onnx, stage.data):
+                (record.verify if record.num_bytes <= VERIFIED_BYTES else record.locate)(root)
+        config = ModelConfig.from_file(root / "config.json")
+        if config.digest() != manifest.model_digest:
+            raise ArtifactError(
+                str(root / "config.json"),
+                found="a config of another model",
+                expected="the one the stages were exported for",
+                remedy="Export the checkpoint again.",
+            )
+        return cls(root=root, manifest=manifest, config=config, checkpoint=_open_checkpoint(manifest, checkpoint))
+
+    @property
+    def stages(self) -> tuple[StageSpec, ...]:
+        """Interfaces of all stages in the artefact."""
+        return tuple(record.spec for record in self.manifest.stages)
+
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return Tokenizer.open(self.root, self.config)
+
+    def resident(self, spec: StageSpec, binding: str) -> Array:
+        """Weights of a resident input, int8: a table as it is mapped, experts stacked into one array."""
+        key = spec.input(binding).key
+        record = {item.key: item for item in self.manifest.residents}[key]
+        return resident_array(self.checkpoint, record)
+
+    def engine(self, backend: str = "onnxruntime") -> Engine:
+        """Load the whole chain.
+
+        Raises:
+            ArtifactError: some stages are missing.
+            BackendError: there is no such back end, or it cannot run this artefact.
+        """
+        names = [spec.name for spec in self.stages]
+        if "embedding" not in names or "head" not in names or len(names) < self.config.n_layers + 2:
+            raise ArtifactError(
+                str(self.root),
+                found=f"only the stages {', '.join(names)}",
+                expected="the whole chain",
+                remedy="Export without --stages, or run these stages in other tools.",
+            )
+        return Engine.load(self.config, self.manifest.deployment, self.stages, open_backend(backend, self))
+
+
+def resident_array(checkpoint: Checkpoint, record: ResidentRecord) -> Array:
+    """The values of a resident tensor, int8 [record.shape]; mapped if it lies in one piece.
+
+    Raises:
+        CheckpointError: a part lies outside its shard.
+    """
+    shards = {entry.shard.name: entry.shard for entry in map(checkpoint.entry, checkpoint.names())}
+    pieces = []
+    for part in record.parts:
+        shard = shards.get(part.shard)
+        if shard is None or part.offset + part.num_bytes > shard.stat().st_size:
+            raise CheckpointError(
+                str(checkpoint.root / part.shard),
+                found=f"no bytes {part.offset}..{part.offset + part.num_bytes}",
+                expected=f"a part of {record.key}",
+                remedy="Give the checkpoint this artefact was exported from with --checkpoint.",
+            )
+        pieces.append(np.memmap(shard, dtype=np.int8, mode="r", offset=part.offset, shape=(part.num_bytes,)))
+    if len(pieces) == 1:
+        mapped: Array = pieces[0].reshape(record.shape)
+        return mapped
+    stacked = np.empty(record.shape, dtype=np.int8)
+    for target, piece in zip(stacked.reshape(len(pieces), -1), pieces, strict=True):
+        target[:] = piece
+    return stacked
+
+
+def open_backend(name: str, artifact: Artifact) -> Backend:
+    """A back end by name, out of the installed ones; BackendError for another."""
+    found = {entry.name: entry for entry in entry_points(group=BACKEND_GROUP)}
+    if name not in found:
+        raise BackendError(
+            "--backend", found=repr(name), expected=" or ".join(sorted(found)), remedy="Choose an installed back end."
+        )
+    try:
+        factory: Callable[[Artifact], Backend] = found[name].load()
+    except ImportError as error:
+        raise BackendError(
+            f"back end {name}",
+            found=f"no package {error.name}",
+            expected="the packages it needs",
+            remedy=f"pip install 'engram-trt[{'export' if name == 'torch' else name}]'",
+        ) from None
+    return factory(artifact)
+
+
+def onnxruntime_backend(artifact: Artifact) -> Backend:
+    """The entry point of back end `onnxruntime`."""
+    files = {record.spec.name: (artifact.root / record.onnx.path).resolve() for record in artifact.manifest.stages}
+    return OnnxRuntimeBackend(files, artifact.resident)
+
+
+def _open_checkpoint(manifest: Manifest, path: Path | None) -> Checkpoint:
+    place = Path(manifest.checkpoint_path) if path is None else path
+    try:
+        checkpoint = Checkpoint.open(place)
+    except CheckpointError as error:
+        if path is not None or place.is_dir():
+            raise
+        raise CheckpointError(
+            str(place),
+            found="no checkpoint",
+            expected="the one this artefact was exported from",
+            remedy="Say where it is with --checkpoint DIR.",
+        ) from error
+    if checkpoint.header_digest != manifest.checkpoint_digest:
+        raise CheckpointError(
+            str(place),
+            found="another checkpoint",
+            expected="the one this artefact was exported from",
+            remedy="Say where that is with --checkpoint DIR, or export this one.",
+        )
+    return checkpoint

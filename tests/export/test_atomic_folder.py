@@ -33,7 +33,7 @@ def test_an_old_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
     target = tmp_path / "out"
     target.mkdir()
     (target / "old").touch()
-    with atomic_folder(target) as folder:
+    with atomic_folder(target, replace=True) as folder:
         (folder / "new").touch()
         assert (target / "old").exists()
     assert [path.name for path in target.iterdir()] == ["new"]
@@ -47,7 +47,7 @@ def test_an_exception_leaves_the_old_folder(tmp_path: Path, error: type[BaseExce
     (target / "old").touch()
 
     def write_and_fail() -> None:
-        with atomic_folder(target) as folder:
+        with atomic_folder(target, replace=True) as folder:
             (folder / "new").touch()
             raise error
 
@@ -71,7 +71,10 @@ def test_a_failed_exchange_puts_the_old_folder_back(tmp_path: Path, monkeypatch:
         real(source, destination)
 
     monkeypatch.setattr(os, "rename", rename)
-    with pytest.raises(ArtifactError, match="Input/output error"), atomic_folder(target, ArtifactError) as folder:
+    with (
+        pytest.raises(ArtifactError, match="Input/output error"),
+        atomic_folder(target, ArtifactError, replace=True) as folder,
+    ):
         (folder / "new").touch()
     assert [path.name for path in target.iterdir()] == ["old"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -96,3 +99,18 @@ def test_what_may_be_replaced(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ArtifactError, match="a file"):
         require_replaceable(tmp_path / "link", force=True, marks=marks, error=ArtifactError)
+
+
+def test_a_folder_that_came_up_in_the_meantime_is_kept(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+
+    def write_late() -> None:
+        with atomic_folder(target, ArtifactError) as folder:
+            (folder / "new").touch()
+            target.mkdir()
+            (target / "other").touch()
+
+    with pytest.raises(ArtifactError, match="not empty"):
+        write_late()
+    assert [path.name for path in target.iterdir()] == ["other"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

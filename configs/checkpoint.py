@@ -21,7 +21,7 @@ from engram_trt.configs.checkpoint_files import (
     read_shards,
     tensor_entries,
 )
-from engram_trt.configs.errors import CheckpointError
+from engram_trt.configs.errors import CheckpointError, ConfigError
 from engram_trt.configs.inventory import TensorShape, checkpoint_tensors
 from engram_trt.configs.json_file import parse_json_object, read_bytes
 from engram_trt.configs.model import ModelConfig
@@ -73,7 +73,7 @@ class Checkpoint:
         config = ModelConfig.from_dict(document, where=str(config_path))
         index = read_index(root)
         _check_partial(index, config, layers)
-        expected = checkpoint_tensors(config, index.partial_layers)
+        expected = _expected_tensors(config_path, config, index)
         _check_names(index, expected)
         needed = expected if layers is None else checkpoint_tensors(config, layers)
         shards = read_shards(root, index, needed)
@@ -179,6 +179,15 @@ def _resolved(path: Path) -> Path:
             remedy="Check the path; `engram-trt synth` writes a synthetic checkpoint.",
         )
     return root
+
+
+def _expected_tensors(config_path: Path, config: ModelConfig, index: ShardIndex) -> dict[str, TensorShape]:
+    try:
+        return checkpoint_tensors(config, index.partial_layers)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{config_path}: {error.where}", found=error.found, expected=error.expected, remedy=error.remedy
+        ) from None
 
 
 def _check_partial(index: ShardIndex, config: ModelConfig, layers: Collection[int] | None) -> None:

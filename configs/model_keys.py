@@ -19,7 +19,12 @@ from engram_trt.configs.hf_table import HF_ALSO_CONSTANT, HF_CONSTANTS, HF_PATHS
 # Facts that a nested section may repeat; they must agree.
 _REPEATED = ("bos_token_id", "eos_token_id", "pad_token_id")
 _IGNORED = ("transformers_version", "auto_map", "use_cache", "initializer_range", "_name_or_path")
-_SECTIONS = ("text_config", "vision_config", "quantization_config", "rope_scaling")
+_SECTIONS = (
+    ("text_config",),
+    ("vision_config",),
+    ("quantization_config",),
+    ("text_config", "rope_scaling"),
+)
 # Parts of the model that may be off; the first key is the switch, the others go with it.
 _REQUIRED_WITH: dict[str, tuple[str, ...]] = {
     "vision_n_layers": ("vision_", "image_token_id"),
@@ -110,13 +115,13 @@ def _leaves(document: Mapping[str, Any], where: str) -> dict[tuple[str, ...], An
 
     def walk(section: Mapping[str, Any], path: tuple[str, ...]) -> None:
         for key, value in section.items():
-            if key in _SECTIONS:
-                if isinstance(value, Mapping):
-                    walk(value, (*path, key))
-                elif value is not None:
-                    _bad(where, ".".join((*path, key)), repr(value), "a section", "Restore the section.")
-            else:
-                leaves[(*path, str(key))] = value
+            here = (*path, str(key))
+            if here not in _SECTIONS:
+                leaves[here] = value
+            elif isinstance(value, Mapping):
+                walk(value, here)
+            elif value is not None:
+                _bad(where, ".".join(here), _shown(value), "a section", "Restore the section.")
 
     walk(document, ())
     return leaves

@@ -103,6 +103,15 @@ def test_a_broken_config_is_a_config_error(checkpoint_folder: Path) -> None:
         Checkpoint.open(checkpoint_folder)
 
 
+def test_a_config_of_float_weights_is_a_config_error(checkpoint_folder: Path) -> None:
+    config = json.loads((checkpoint_folder / "config.json").read_text())
+    del config["quantization_config"]
+    (checkpoint_folder / "config.json").write_text(json.dumps(config))
+    error = rejection(checkpoint_folder)
+    assert isinstance(error, ConfigError)
+    assert error.where == f"{checkpoint_folder / 'config.json'}: quantization_config"
+
+
 # --- shards -----------------------------------------------------------------------------------------------
 
 

@@ -47,13 +47,16 @@ def rejection(document: dict[str, Any]) -> ConfigError:
         "vision_config.qkv_bias",
         "quantization_config.modules_to_not_convert",
         "text_config.rope_scaling.mscale",
+        "text_config.text_config",
+        "rope_scaling",
         "new_key",
     ],
 )
 def test_an_unknown_released_key_is_rejected(path: str) -> None:
-    error = rejection(changed(path, 1))
-    assert error.where == f"config.json: {path}"
-    assert error.found == "an unknown key"
+    for value in (1, {}, None):
+        error = rejection(changed(path, value))
+        assert error.where == f"config.json: {path}"
+        assert error.found == "an unknown key"
 
 
 def test_a_near_miss_is_pointed_out() -> None:

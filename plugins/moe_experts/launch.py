@@ -36,10 +36,15 @@ BLOCK_SUM = 1024
 STORED_UNIT = 16
 """Stored columns of a weight row are whole 16-byte vectors of packed codes (32 inputs)."""
 
-BLOCK_K = {PACKED: 128, "bfloat16": 64, "float32": 32}
-"""Stored columns per step of a product, by the weights' dtype."""
+BLOCK_K = {
+    ("bfloat16", PACKED): 64,
+    ("bfloat16", "bfloat16"): 64,
+    ("float32", PACKED): 32,
+    ("float32", "float32"): 32,
+}
+"""Stored columns per step of a product, by the dtypes of activations and weights."""
 
-STAGES = {PACKED: 3, "bfloat16": 4, "float32": 2}
+STAGES = {"bfloat16": 4, "float32": 2}
 
 
 def _group(format: int) -> int:
@@ -109,7 +114,7 @@ def _product_constants(
         *extra,
         ("BLOCK_TOKENS", BLOCK_TOKENS),
         ("BLOCK_ROWS", BLOCK_ROWS),
-        ("BLOCK_K", BLOCK_K[weights]),
+        ("BLOCK_K", BLOCK_K[dtype, weights]),
         ("PRECISION", "tf32x3"),
         (INTERPRET, False),
     )
@@ -140,7 +145,7 @@ def up_variant(dtype: str, weights: str, format: int) -> Variant:
             ("swiglu_limit", "fp32"),
         ),
         constants=_product_constants(dtype, weights, (("FORMAT", format), ("GROUP", _group(format)))),
-        num_stages=STAGES[weights],
+        num_stages=STAGES[dtype],
     )
 
 
@@ -164,7 +169,7 @@ def down_variant(dtype: str, weights: str) -> Variant:
             ("dim", "i32"),
         ),
         constants=_product_constants(dtype, weights, ()),
-        num_stages=STAGES[weights],
+        num_stages=STAGES[dtype],
     )
 
 

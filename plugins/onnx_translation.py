@@ -13,8 +13,6 @@ from typing import Any
 
 import onnx
 import onnxscript
-import torch
-from onnx import helper
 from onnx.defs import OpSchema
 
 from engram_trt.plugins import torch_ops
@@ -121,6 +119,15 @@ def _floor_divide(x: Any, divisor: int) -> Any:
     return _STANDARD.Div(x, _STANDARD.Constant(value_int=divisor))
 
 
+def _ring_slots(positions: Any, ring: Any) -> Any:
+    return _STANDARD.Mod(positions, _STANDARD.Shape(ring, start=1, end=2))
+
+
+def _gather_rows(cache: Any, indices: Any) -> Any:
+    last = _STANDARD.Constant(value_ints=[-1])
+    return _STANDARD.GatherND(cache, _STANDARD.Unsqueeze(indices, last), batch_dims=1)
+
+
 def _indexer_candidate_source(
     index_q: Any,
     index_weights: Any,
@@ -147,6 +154,8 @@ PRIMITIVE_TRANSLATIONS: Mapping[Any, Callable[..., Any]] = {
     torch_ops.primitives.take._opoverload: _take,
     torch_ops.primitives.stable_topk._opoverload: _stable_topk,
     torch_ops.primitives.floor_divide._opoverload: _floor_divide,
+    torch_ops.primitives.ring_slots._opoverload: _ring_slots,
+    torch_ops.primitives.gather_rows._opoverload: _gather_rows,
 }
 """The ops that references use."""
 

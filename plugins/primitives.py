@@ -2,7 +2,8 @@
 
 `take` is ONNX `Gather` (torch indexing with an int32 tensor exports an invalid GatherND); `stable_topk` is ONNX
 `TopK`, whose tie rule (lower index first) torch.topk lacks; `floor_divide` is ONNX `Div` on integers (torch's own
-goes through float32, which is wrong above 2^24).
+goes through float32, which is wrong above 2^24); `ring_slots` is `Mod` by an extent; `gather_rows` is `GatherND` with a
+batch axis, one node where reshapes and offsets would be seven.
 """
 
 from __future__ import annotations
@@ -68,3 +69,42 @@ def floor_divide(x: Tensor, divisor: int) -> Tensor:
 @floor_divide.register_fake
 def _(x: Tensor, divisor: int) -> Tensor:
     return torch.empty_like(x)
+
+
+@torch.library.custom_op("engram::ring_slots", mutates_args=())
+def ring_slots(positions: Tensor, ring: Tensor) -> Tensor:
+    """positions mod the number of slots, for any sign of position.
+
+    Args:
+        positions: int64, any shape.
+        ring: [batch, slots, ...]; only its shape is used.
+
+    Returns:
+        int64 like positions, in [0, slots).
+    """
+    return torch.remainder(positions, ring.shape[1])
+
+
+@ring_slots.register_fake
+def _(positions: Tensor, ring: Tensor) -> Tensor:
+    return torch.empty_like(positions)
+
+
+@torch.library.custom_op("engram::gather_rows", mutates_args=())
+def gather_rows(cache: Tensor, indices: Tensor) -> Tensor:
+    """Rows of each batch row's own cache.
+
+    Args:
+        cache: [batch, entries, width].
+        indices: [batch, tokens, k] int64 in [0, entries).
+
+    Returns:
+        [batch, tokens, k, width].
+    """
+    batch = torch.arange(cache.shape[0], device=cache.device).reshape(-1, 1, 1)
+    return cache[batch, indices]
+
+
+@gather_rows.register_fake
+def _(cache: Tensor, indices: Tensor) -> Tensor:
+    return cache.new_empty(*indices.shape, cache.shape[2])

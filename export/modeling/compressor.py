@@ -11,8 +11,7 @@ from engram_trt.export.modeling.layers import Linear, RMSNorm
 from engram_trt.export.modeling.probe import probe
 from engram_trt.plugins.cache_write.spec import RING
 from engram_trt.plugins.cache_write.torch_op import cache_write
-from engram_trt.plugins.primitives import floor_divide
-from engram_trt.plugins.sparse_attention.reference import gather_rows
+from engram_trt.plugins.primitives import floor_divide, gather_rows, ring_slots
 
 
 class Compressor(nn.Module):
@@ -73,9 +72,9 @@ class Compressor(nn.Module):
             [batch, groups, head_dim] float32.
         """
         members = positions.unsqueeze(-1) + torch.arange(self.ratio, device=kv.device)
-        slots = torch.remainder(members, torch.full_like(members, kv.shape[1]))
-        weights = torch.softmax(gather_rows(score, slots)[0], dim=2)
-        return (gather_rows(kv, slots)[0] * weights).sum(dim=2)
+        slots = ring_slots(members, kv)
+        weights = torch.softmax(gather_rows(score, slots), dim=2)
+        return (gather_rows(kv, slots) * weights).sum(dim=2)
 
 
 def entry_positions(start_positions: Tensor, tokens: int, ratio: int) -> Tensor:

@@ -49,10 +49,11 @@ def split_mixes(
         [tokens, n], [tokens, n], [tokens, n, n], float32.
     """
     n = hc_mult
-    pre = torch.sigmoid(mixes[:, :n] * hc_scale[0] + hc_base[:n]) + hc_eps
-    post = 2 * torch.sigmoid(mixes[:, n : 2 * n] * hc_scale[1] + hc_base[n : 2 * n])
-    logits = (mixes[:, 2 * n :] * hc_scale[2] + hc_base[2 * n :]).reshape(-1, n, n)
-    return pre, post, sinkhorn(logits, hc_sinkhorn_iters, hc_eps)
+    part = torch.arange(mixes.shape[1], device=mixes.device) // n
+    scale = hc_scale.index_select(0, part.clamp(max=2))  # pre, post, then comb for all the rest
+    pre, post, comb = torch.split(mixes * scale + hc_base, [n, n, n * n], dim=1)
+    matrix = sinkhorn(comb.reshape(-1, n, n), hc_sinkhorn_iters, hc_eps)
+    return torch.sigmoid(pre) + hc_eps, 2 * torch.sigmoid(post), matrix
 
 
 def hyper_connection_mix(

@@ -21,7 +21,7 @@ _FLOAT = TensorProto.FLOAT
 _CHOICE = """
     k = Constant <value_ints = [{k}]> ()
     last = Constant <value_ints = [-1]> ()
-    zero_axis = Constant <value_ints = [0]> ()
+    first = Constant <value_int = 0> ()
     go_on = Constant <value = bool {{1}}> ()
     biased = Add (scores, selection_bias)
     best, chosen = TopK <axis = -1, largest = 1, sorted = 1> (biased, k)
@@ -46,8 +46,7 @@ _EXPERT = """
     expert = Gather <axis = 0> (used, iteration)
     hit = Equal (chosen, expert)
     places = NonZero (hit)
-    row_of, slot_of = Split <axis = 0, num_outputs = 2> (places)
-    rows = Squeeze (row_of, zero_axis)
+    rows = Gather <axis = 0> (places, first)
     pairs = Transpose <perm = [1, 0]> (places)
     routing_rows = GatherND (routing, pairs)
     routing_column = Unsqueeze (routing_rows, last)
@@ -96,8 +95,7 @@ _PACKED_WEIGHT = """
     {w}_groups = Reshape ({w}_pairs, group_shape)
     {w}_bytes = Gather <axis = 0> (experts_{w}_scale, expert)
     {w}_exponents = Cast <to = 6> ({w}_bytes)
-    {w}_powers = Gather <axis = 0> (e8m0, {w}_exponents)
-    {w}_factors = Unsqueeze ({w}_powers, last)
+    {w}_factors = Gather <axis = 0> (e8m0_column, {w}_exponents)
     {w}_scaled = Mul ({w}_groups, {w}_factors)
     {w}_flat = Reshape ({w}_scaled, flat_shape)
     {w} = Cast <to = {T}> ({w}_flat)
@@ -115,7 +113,7 @@ def function(variant: NodeVariant, overload: str) -> onnx.FunctionProto:
     """The body for packed or float experts, with or without input rounding, in one dtype."""
     nodes = _parse(_source(variant), variant)
     if _is_packed(variant):
-        tables = {"e2m1_pairs": E2M1_PAIR_TABLE.numpy(), "e8m0": E8M0_TABLE.numpy()}
+        tables = {"e2m1_pairs": E2M1_PAIR_TABLE.numpy(), "e8m0_column": E8M0_TABLE.reshape(-1, 1).numpy()}
         constants = [
             helper.make_node("Constant", [], [name], value=numpy_helper.from_array(values, name))
             for name, values in tables.items()

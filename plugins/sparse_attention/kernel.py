@@ -185,7 +185,7 @@ def merge_splits_kernel(
     denominator = tl.sum(parts * tl.exp2(maxima - maximum), axis=0)
     denominator += tl.exp2(tl.load(attn_sink + head) * LOG2_E - maximum)
     total = tl.zeros([BLOCK_DIM], tl.float32)
-    for split in range(0, splits):
+    for split in range(splits):
         place = (token * splits + split) * heads + head
         weight = tl.exp2(tl.load(partial_maximum + place) - maximum)
         total += weight * tl.load(partial_total + place * head_dim + feature, mask=used, other=0.0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import onnx
 
-from engram_trt.plugins.sparse_attention import reference
 from engram_trt.plugins.onnx_functions import NodeVariant, traced_function
+from engram_trt.plugins.sparse_attention import reference
 
 
 def function(variant: NodeVariant, overload: str) -> onnx.FunctionProto:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LOWEST = -1e30
-"""Where the running maximum starts, so that a row that attends to nothing gives zeros and not NaN."""
+from engram_trt.plugins.primitives import gather_rows, ring_slots
+
+MASKED = -1e30
+"""Score of a row that is not there: far below any real one, but finite, so that no difference is NaN."""
 
 
-def window_slots(start_positions: Tensor, tokens: int, ring: int, window_size: int) -> Tensor:
-    """Ring slot of each position a token sees, oldest first; -1 before the sequence begins.
+def window_positions(start_positions: Tensor, tokens: int, window_size: int) -> Tensor:
+    """Positions each token sees through the window, oldest first; negative before the sequence begins.
 
     Args:
         start_positions: [batch] int64.
         tokens: tokens in the step.
-        ring: slots of the ring.
         window_size: positions seen, the token's own included.
 
     Returns:
@@ -23,28 +24,7 @@ def window_slots(start_positions: Tensor, tokens: int, ring: int, window_size: i
     """
     positions = start_positions.unsqueeze(1) + torch.arange(tokens, device=start_positions.device)
     back = torch.arange(window_size, device=start_positions.device) - (window_size - 1)
-    seen = positions.unsqueeze(-1) + back
-    return torch.where(seen >= 0, torch.remainder(seen, torch.full_like(seen, ring)), -1)
-
-
-def gather_rows(cache: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of each batch row's cache; a negative index gives a row of zeros.
-
-    Args:
-        cache: [batch, entries, head_dim].
-        indices: [batch, tokens, k] integers, -1 for none.
-
-    Returns:
-        rows [batch, tokens, k, head_dim] and valid [batch, tokens, k] bool.
-    """
-    batch, entries, head_dim = cache.shape
-    valid = indices >= 0
-    base = (torch.arange(batch, device=cache.device) * entries).reshape(batch, 1, 1)
-    flat = torch.where(valid, indices, 0).to(torch.int64) + base
-    rows = cache.reshape(batch * entries, head_dim).index_select(0, flat.reshape(-1))
-    rows = rows.reshape(batch, indices.shape[1], indices.shape[2], head_dim)
-    # A slot never written may hold NaN, and 0 * NaN would reach the sum: blank it, do not only mask it.
-    return torch.where(valid.unsqueeze(-1), rows, 0), valid
+    return positions.unsqueeze(-1) + back
 
 
 def sparse_attention(
@@ -59,8 +39,6 @@ def sparse_attention(
 ) -> Tensor:
     """Attention of every head over one list of rows, K = V (spec 5.6).
 
-    Statistics are float32 whatever the dtype; probabilities are rounded to the rows' dtype before the product.
-
     Args:
         q: [batch, tokens, heads, head_dim].
         window_kv: [batch, ring, head_dim], position p in slot p mod ring.
@@ -74,17 +52,20 @@ def sparse_attention(
     Returns:
         [batch, tokens, heads, head_dim] in q's dtype.
     """
-    slots = window_slots(start_positions, q.shape[1], window_kv.shape[1], window_size)
-    rows, valid = gather_rows(window_kv, slots)
+    listed = window_positions(start_positions, q.shape[1], window_size)
+    rows = gather_rows(window_kv, ring_slots(listed, window_kv))
     if compressed_kv is not None and topk_indices is not None:
-        compressed_rows, compressed_valid = gather_rows(compressed_kv, topk_indices)
-        rows = torch.cat([rows, compressed_rows], dim=2)
-        valid = torch.cat([valid, compressed_valid], dim=2)
-    return attend(q, rows, valid, attn_sink, softmax_scale)
+        entries = topk_indices.to(torch.int64)
+        rows = torch.cat([rows, gather_rows(compressed_kv, entries.clamp(min=0))], dim=2)
+        listed = torch.cat([listed, entries], dim=2)
+    return attend(q, rows, listed >= 0, attn_sink, softmax_scale)
 
 
 def attend(q: Tensor, rows: Tensor, valid: Tensor, attn_sink: Tensor, softmax_scale: float) -> Tensor:
     """Softmax over gathered rows, with a sink in the denominator only.
+
+    Statistics are float32 whatever the dtype; probabilities are rounded to the rows' dtype before the product.
+    A token that attends to nothing gets zeros.
 
     Args:
         q: [batch, tokens, heads, head_dim].
@@ -96,12 +77,13 @@ def attend(q: Tensor, rows: Tensor, valid: Tensor, attn_sink: Tensor, softmax_sc
     Returns:
         [batch, tokens, heads, head_dim] in q's dtype.
     """
+    # A slot never written may hold NaN, and 0 * NaN would reach the sum: blank the row, do not only mask it.
+    rows = torch.where(valid.unsqueeze(-1), rows, 0)
     scores = torch.matmul(q.to(torch.float32), rows.to(torch.float32).transpose(2, 3)) * softmax_scale
-    mask = valid.unsqueeze(2)
-    scores = torch.where(mask, scores, LOWEST)
-    maximum = scores.amax(dim=-1, keepdim=True).clamp(min=LOWEST)
-    probabilities = torch.where(mask, torch.exp(scores - maximum), 0)
-    sink = torch.exp(attn_sink.reshape(1, 1, -1, 1) - maximum)
-    denominator = probabilities.sum(dim=-1, keepdim=True) + sink
+    scores = torch.where(valid.unsqueeze(2), scores, MASKED)
+    sink = attn_sink.reshape(-1, 1)
+    maximum = torch.maximum(scores.amax(dim=-1, keepdim=True), sink)
+    probabilities = torch.exp(scores - maximum)
+    denominator = probabilities.sum(dim=-1, keepdim=True) + torch.exp(sink - maximum)
     weighted = torch.matmul(probabilities.to(rows.dtype).to(torch.float32), rows.to(torch.float32))
     return (weighted / denominator).to(q.dtype)

@@ -87,7 +87,7 @@ def hyper_connection_mix_kernel(
     pre_mix = tl.zeros([BLOCK_TOKENS, BLOCK_STREAMS], tl.float32)
     post_mix = tl.zeros([BLOCK_TOKENS, BLOCK_STREAMS], tl.float32)
     comb_mix = tl.zeros([BLOCK_TOKENS, BLOCK_STREAMS, BLOCK_STREAMS], tl.float32)
-    for part in range(0, slices):
+    for part in range(slices):
         place = token.to(tl.int64) * slices + part
         square += tl.load(squares + place, mask=live, other=0.0)
         row = sums + place * BLOCK_MIXES

@@ -77,7 +77,7 @@ def _score_tile(
         query = tl.load(q + head[:, None] * width + feature[None, :], mask=mask, other=0.0)
         weight = tl.load(weights + head, mask=head < heads, other=0.0).to(tl.float32)
         dots = tl.dot(
-            dot_operand(keys, INTERPRET), tl.trans(dot_operand(query, INTERPRET)), input_precision="tf32x3"
+            dot_operand(keys, INTERPRET), tl.trans(dot_operand(query, INTERPRET)), input_precision="ieee"
         )
         dots = round_to_dtype(dots, T, INTERPRET)
         dots = tl.where(dots <= 0.0, 0.0, dots)  # relu that lets NaN through
@@ -273,7 +273,7 @@ def block_scores_kernel(
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     row = scores + local_row.to(tl.int64) * (score_units * UNIT)
     num_blocks = block_units * UNIT  # padded with -inf
-    for inner in range(0, block_size):
+    for inner in range(block_size):
         entry = block * block_size + inner
         score = tl.load(row + entry, mask=entry < num_entries, other=float("-inf"))
         best = tl.maximum(best, score)
@@ -285,14 +285,14 @@ def block_scores_kernel(
 @triton.jit
 def _descend(histograms, row, rows, k, PASSES: tl.constexpr):
     """First PASSES bytes of the k-th largest key of a row, and how many keys that begin so are still needed."""
-    prefix = tl.full([], 0, tl.int32)
-    needed = tl.full([], 0, tl.int32) + k
+    prefix = k * 0
+    needed = k + 0
     lane = tl.arange(0, BINS)
     for step in tl.static_range(PASSES):
-        counts = tl.load(histograms + (step * rows + row).to(tl.int64) * BINS + (BINS - 1 - lane))
+        counts = tl.load(histograms + (step * rows + row).to(tl.int64) * BINS + (255 - lane))
         total = tl.cumsum(counts, axis=0)  # from the largest byte down
         above = total < needed
-        byte = tl.maximum(BINS - 1 - tl.sum(above.to(tl.int32), axis=0), 0)
+        byte = tl.maximum(255 - tl.sum(above.to(tl.int32), axis=0), 0)
         needed -= tl.sum(tl.where(above, counts, 0), axis=0)
         prefix = (prefix << 8) | byte
     return prefix, needed
@@ -372,8 +372,8 @@ def count_selected_kernel(
 def _counts_before(counts, row, blocks, block, BLOCK_COUNTS: tl.constexpr):
     """Keys above and at the threshold in the blocks of a row before one."""
     lane = tl.arange(0, BLOCK_COUNTS)
-    above = tl.full([], 0, tl.int32)
-    equal = tl.full([], 0, tl.int32)
+    above = block * 0
+    equal = block * 0
     base = counts + row.to(tl.int64) * blocks * 2
     for start in range(0, block, BLOCK_COUNTS):
         mask = start + lane < block

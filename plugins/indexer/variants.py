@@ -8,6 +8,7 @@ from engram_trt.plugins.kernels.plan import INTERPRET, TRITON_NAME, ConstantValu
 MODULE = "engram_trt.plugins.indexer.kernel"
 
 BLOCK_KEYS = {"float32": 32, "bfloat16": 128}
+WARPS = {"float32": 8, "bfloat16": 4}
 BLOCK_HEADS = 32
 MAX_WIDTH = 128
 WIDTH_UNIT = 16
@@ -69,7 +70,7 @@ def scores_variant(dtype: str) -> Variant:
             ("tokens_per_program", "i32"),
         ),
         constants=_scores_constants(dtype),
-        num_warps=4,
+        num_warps=WARPS[dtype],
         num_stages=2,
         unaligned=("index_weights", "start_positions"),
     )
@@ -97,7 +98,7 @@ def candidate_scores_variant(dtype: str) -> Variant:
             ("block_size", "i32"),
         ),
         constants=_scores_constants(dtype),
-        num_warps=4,
+        num_warps=WARPS[dtype],
         num_stages=2,
         unaligned=("index_weights", "start_positions"),
     )

@@ -25,7 +25,7 @@ def round_to_dtype(x, TARGET: tl.constexpr, INTERPRET: tl.constexpr):
 
     Compiled code takes the hardware's cast, which rounds as the helper does.
     """
-    if TARGET == tl.float32:
+    if tl.float32 == TARGET:
         rounded = x
     elif INTERPRET:
         rounded = round_to_bfloat16(x)
@@ -37,7 +37,7 @@ def round_to_dtype(x, TARGET: tl.constexpr, INTERPRET: tl.constexpr):
 @triton.jit
 def cast_to_dtype(x, TARGET: tl.constexpr, INTERPRET: tl.constexpr):
     """float32 x as TARGET, rounded to nearest even."""
-    if TARGET == tl.float32:
+    if tl.float32 == TARGET:
         result = x
     elif INTERPRET:
         result = round_to_bfloat16(x).to(tl.bfloat16)

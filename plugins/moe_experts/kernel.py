@@ -52,7 +52,7 @@ def _choose(
     bias = tl.load(selection_bias + place, mask=exists, other=0.0)
     key = tl.where(exists, _ordered_key(score + bias), NOT_CHOSEN)
     taken = tl.zeros([BLOCK_EXPERTS], tl.int32)
-    for _ in range(0, activated):
+    for _ in range(activated):
         best = tl.max(key, axis=0)
         first = tl.min(tl.where(key == best, expert, BLOCK_EXPERTS), axis=0)  # ties: lower id
         taken = tl.where(expert == first, 1, taken)
@@ -178,7 +178,7 @@ def group_by_expert_kernel(
             place = next_place + tl.cumsum(match, axis=0) - 1
             tl.store(sorted_pairs + place, start + lane, mask=match == 1)
             next_place += tl.sum(match, axis=0)
-        for tile in range(0, (count + BLOCK_TOKENS - 1) // BLOCK_TOKENS):
+        for tile in range((count + BLOCK_TOKENS - 1) // BLOCK_TOKENS):
             begin = first + tile * BLOCK_TOKENS
             tl.store(tile_expert + first_tile + tile, mine)
             tl.store(tile_first + first_tile + tile, begin)
@@ -426,7 +426,7 @@ def sum_experts_kernel(
     column = tl.program_id(1) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     used = column < dim
     total = tl.zeros([BLOCK_DIM], tl.float32)
-    for slot in range(0, activated):
+    for slot in range(activated):
         place = (row * activated + slot) * dim + column
         total += tl.load(expert_outputs + place, mask=used, other=0.0).to(tl.float32)
     tl.store(routed_output + row * dim + column, total, mask=used)

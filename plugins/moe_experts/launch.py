@@ -39,7 +39,7 @@ STORED_UNIT = 16
 BLOCK_K = {
     ("bfloat16", PACKED): 64,
     ("bfloat16", "bfloat16"): 64,
-    ("float32", PACKED): 32,
+    ("float32", PACKED): 16,
     ("float32", "float32"): 32,
 }
 """Stored columns per step of a product, by the dtypes of activations and weights."""

@@ -90,7 +90,9 @@ def answer_call(request: dict[str, Any]) -> None:
     """Serve one call in the child."""
     from engram_trt.plugins.kernels.launcher import launch_interpreted
 
-    tensors: dict[str, Tensor | None] = dict(load_file(f"{request['base']}.in"))
+    # A file gives no alignment; the copies have the allocator's.
+    loaded = load_file(f"{request['base']}.in")
+    tensors: dict[str, Tensor | None] = {name: tensor.clone() for name, tensor in loaded.items()}
     child_options(request["options"])
     results = launch_interpreted(request["op"], tensors, request["attributes"], sm=request["sm"])
     save_file({name: tensor.contiguous() for name, tensor in results.items()}, f"{request['base']}.out")

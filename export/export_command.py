@@ -41,7 +41,7 @@ def _run(arguments: argparse.Namespace) -> int:
         stages=tuple(arguments.stages.split(",")) if arguments.stages else None,
         weights=not arguments.no_weights,
     )
-    with _bar() as progress:
+    with export_bar() as progress:
         manifest = export_checkpoint(request, progress)
     facts = _facts(arguments.out, manifest)
     if arguments.json:
@@ -61,7 +61,7 @@ def _facts(out: Path, manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _bar() -> AbstractContextManager[Progress | None]:
+def export_bar() -> AbstractContextManager[Progress | None]:
     """A progress bar on a terminal, nothing elsewhere."""
     if not sys.stderr.isatty():
         return nullcontext()

@@ -12,7 +12,7 @@ from engram_trt.configs.errors import RequestError
 from engram_trt.runtime.cli import Command
 
 if TYPE_CHECKING:
-    from engram_trt.runtime.generation import Generation, GenerationConfig
+    from engram_trt.runtime.generation import Generation
     from engram_trt.runtime.tokenizer import Tokenizer
 
 MAX_PROMPT_BYTES = 64 << 20

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from engram_trt.configs.errors import RequestError
@@ -25,7 +25,7 @@ class GenerationConfig:
 
     max_tokens: int = 128
     ignore_eos: bool = False
-    sampling: SamplingConfig = SamplingConfig()
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
 
 class Generation:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engram_trt.plugins.spec import ONNX_BFLOAT16, ONNX_FLOAT
+
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of FP4 codes 0..7; codes 8..15 are their negatives."""
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 E8M0_BIAS = 127
-
-ONNX_FLOAT = 1
-ONNX_BFLOAT16 = 16
 
 
 def torch_dtype(onnx_data_type: int) -> torch.dtype:

@@ -15,6 +15,9 @@ NAMESPACE = "engram"
 
 AttributeValue = int | float
 
+ONNX_FLOAT, ONNX_BFLOAT16 = 1, 16
+"""ONNX numbers of the stage dtypes, where a dtype is an attribute."""
+
 # Type variables an operand may name instead of a dtype: one choice per node.
 TYPE_VARIABLES: Mapping[str, tuple[str, ...]] = {
     "T": ("float32", "bfloat16"),  # the stage's dtype

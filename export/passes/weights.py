@@ -14,6 +14,9 @@ from torch import Tensor
 ALIGNMENT = 4096
 """Offset of a large tensor in its data file: a page, so that it can be mapped as it is."""
 
+WEIGHT_MARK = "engram_trt.weight"
+"""Metadata key that tells a stage's weights from the constants of its graph: only weights differ between layers."""
+
 INLINE_BYTES = 1024
 """Smaller tensors stay in the .onnx file."""
 
@@ -72,6 +75,7 @@ def externalize(
             if name not in inputs:
                 raise ValueError(f"{name} is not an input of the traced graph")
             tensor = model.graph.initializer.add(name=name, dims=weight.shape, data_type=_DATA_TYPES[weight.dtype])
+            tensor.metadata_props.add(key=WEIGHT_MARK, value=name)
             if weight.num_bytes <= INLINE_BYTES:
                 tensor.raw_data = b"".join(_pieces(weight))
                 continue

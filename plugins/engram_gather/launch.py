@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from engram_trt.plugins.engram_gather.spec import GROUP, SPEC
-from engram_trt.plugins.float_tables import ONNX_BFLOAT16, ONNX_FLOAT
 from engram_trt.plugins.kernels.checks import Inputs, info, require
 from engram_trt.plugins.kernels.plan import (
     INTERPRET,
@@ -15,6 +14,7 @@ from engram_trt.plugins.kernels.plan import (
     make_launch,
 )
 from engram_trt.plugins.kernels.planner import Attributes, Planner
+from engram_trt.plugins.spec import ONNX_BFLOAT16, ONNX_FLOAT
 
 BLOCK_ROWS = 32
 """Rows a program has in flight."""

@@ -1,0 +1,8 @@
+"""`HyperConnectionMix` as a TensorRT plugin."""
+
+from __future__ import annotations
+
+from engram_trt.plugins.hyper_connection_mix.launch import PLANNER
+from engram_trt.plugins.trt_contract import OpPlugin
+
+PLUGIN = OpPlugin(planner=PLANNER)

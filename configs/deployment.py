@@ -9,6 +9,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from engram_trt.configs.engram_placement import EngramPlacement
 from engram_trt.configs.errors import DeploymentError
 from engram_trt.configs.json_file import read_bytes
 from engram_trt.configs.layers import free_boundaries
@@ -50,6 +51,7 @@ class DeploymentConfig:
         devices: where stages may run.
         stages: placement of the layers; empty puts all on the first device.
         dspark_taps: whether the input streams of the draft's target layers are an output.
+        engram: where the Engram tables live; may be changed when an artefact is opened.
 
     Raises:
         DeploymentError: on construction, naming the key.
@@ -62,6 +64,7 @@ class DeploymentConfig:
     devices: tuple[str, ...] = ("cpu",)
     stages: tuple[StagePlacement, ...] = ()
     dspark_taps: bool = False
+    engram: EngramPlacement = field(default_factory=EngramPlacement)
 
     def __post_init__(self) -> None:
         for key, choices in _CHOICES.items():
@@ -112,6 +115,10 @@ class DeploymentConfig:
             values = _typed_values(document, cls)
             if "limits" in values:
                 values["limits"] = Limits(**_typed_values(values["limits"], Limits, "limits."))
+            if "engram" in values:
+                values["engram"] = EngramPlacement.from_dict(
+                    _typed_values(values["engram"], EngramPlacement, "engram.")
+                )
             if "stages" in values:
                 values["stages"] = tuple(_stage(entry, n) for n, entry in enumerate(values["stages"]))
             return cls(**values)
@@ -133,6 +140,7 @@ class DeploymentConfig:
             "devices": list(self.devices),
             "stages": [{"device": stage.device, "layers": list(stage.layers)} for stage in self.stages],
             "dspark_taps": self.dspark_taps,
+            "engram": self.engram.to_dict(),
         }
 
     def with_dtype(self, dtype: str) -> DeploymentConfig:
@@ -146,6 +154,9 @@ class DeploymentConfig:
             DeploymentError: when taps are asked of a model without draft stages, the context is longer than the
                 model's, or stages do not cover the layers or are cut where whole caches would travel.
         """
+        strangers = sorted({layer_id for layer_id, _ in self.engram.layers} - set(config.engram_layer_ids))
+        if strangers:
+            _bad("engram.layers", str(strangers), f"Engram layers of the model, {list(config.engram_layer_ids)}")
         if self.dspark_taps and not config.has_dspark:
             _bad("dspark_taps", "true", "false: the model has no draft stages")
         longest = config.max_position_embeddings
@@ -185,7 +196,7 @@ def _typed_values(document: Mapping[str, Any], target: type[Any], prefix: str = 
 
 
 def _typed(key: str, value: Any, default: Any) -> Any:
-    if isinstance(default, Limits):
+    if isinstance(default, Limits | EngramPlacement) or key == "engram.layers":
         return value if isinstance(value, dict) else _bad(key, repr(value), "a table")
     if isinstance(default, tuple):
         inner = str if default else dict

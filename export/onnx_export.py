@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -82,6 +82,7 @@ class StageExporter:
         computed = computed_weights(spec, self.config, self.token_map)
         prefix, stored = stage_prefix(spec), {}
         for name, tensor in weight_tensors(self._shapes(spec)).items():
+            chunks: Callable[[], Iterable[Tensor]]
             if name in computed:
                 chunks = partial(_whole, computed[name])
             else:

@@ -64,7 +64,7 @@ def _record(
             values = checkpoint.bytes(name)
             for start in range(0, entry.nbytes, _BLOCK_BYTES):
                 block = values[start : start + _BLOCK_BYTES]
-                digest.update(block)
+                digest.update(block.data)
                 progress(block.nbytes)
         sha256 = digest.hexdigest()
     return ResidentRecord(

@@ -45,7 +45,7 @@ class TorchBuffer(Buffer):
         return self.storage[: int(np.prod(shape, dtype=np.int64))].view(shape)
 
     def write(self, values: Array, offset: int = 0) -> None:
-        flat = torch.from_numpy(np.ascontiguousarray(values).reshape(-1))
+        flat = torch.from_numpy(np.array(values).reshape(-1))  # a copy: some inputs are read-only
         self.storage[offset : offset + flat.numel()].copy_(flat)
 
     def read(self, shape: tuple[int, ...]) -> Array:

@@ -26,6 +26,8 @@ class Attention(nn.Module):
     Every cache is written before it is read. What a layer owns is decided by its `LayerConfig`.
     """
 
+    entry_frequencies: Tensor
+
     def __init__(self, config: ModelConfig, layer: LayerConfig, compute: ComputeConfig) -> None:
         super().__init__()
         self.config, self.layer, self.compute = config, layer, compute
@@ -116,6 +118,6 @@ class Attention(nn.Module):
         config = self.config
         batch, tokens = output.shape[:2]
         grouped = output.reshape(batch * tokens, config.o_groups, -1).transpose(0, 1)
-        matrices = self.wo_a.weight.unflatten(0, (config.o_groups, config.o_lora_rank))
+        matrices = torch.unflatten(self.wo_a.weight, 0, (config.o_groups, config.o_lora_rank))
         low_rank = torch.matmul(grouped, matrices.transpose(1, 2)).transpose(0, 1)
         return self.wo_b(low_rank.reshape(batch, tokens, -1))

@@ -44,7 +44,7 @@ class Engram(nn.Module):
         """
         projected = self.wkv(engram_gather(ids, rows, scales, self.out_dtype)).to(torch.float32)
         keys, value = torch.split(projected, [self.hc_mult * self.dim, self.dim], dim=-1)
-        keys = keys.unflatten(-1, (self.hc_mult, self.dim))
+        keys = torch.unflatten(keys, -1, (self.hc_mult, self.dim))
         streams = hidden_states.to(torch.float32)
         gate = self.gate(streams, keys).unsqueeze(-1)
         if image_mask is not None:

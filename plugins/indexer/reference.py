@@ -68,7 +68,7 @@ def candidate_block_scores(scores: Tensor, visible: Tensor, block_size: int) -> 
     blocks = (entries + block_size - 1) // block_size
     # Repeating the last entry fills the last block without changing its maximum.
     padded = torch.arange(blocks * block_size, device=scores.device).clamp(max=entries - 1)
-    best = scores.index_select(2, padded).unflatten(2, (-1, block_size)).amax(dim=-1)
+    best = torch.unflatten(scores.index_select(2, padded), 2, (-1, block_size)).amax(dim=-1)
     newest = floor_divide((visible - 1).clamp(min=0), block_size)
     newest = torch.where(visible > 0, newest, -1).unsqueeze(-1)
     return torch.where(torch.arange(blocks, device=scores.device) == newest, float("inf"), best)

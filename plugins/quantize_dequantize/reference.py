@@ -79,7 +79,7 @@ def quantize_dequantize(x: Tensor, format: int) -> Tensor:
     Returns:
         [..., width] in x's dtype.
     """
-    groups = x.to(torch.float32).unflatten(-1, (-1, GROUP_OF_FORMAT[format]))
+    groups = torch.unflatten(x.to(torch.float32), -1, (-1, GROUP_OF_FORMAT[format]))
     scale = group_scale(groups, format)
     limit, round_to = (E4M3_MAX, round_to_e4m3) if format == FP8_E8M0_32 else (E2M1_MAX, round_to_e2m1)
     rounded = round_to((groups / scale).clamp(-limit, limit)) * scale

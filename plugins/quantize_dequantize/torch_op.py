@@ -5,12 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engram_trt.plugins.kernels.dispatch import launch_on_cuda
 from engram_trt.plugins.quantize_dequantize import reference
+from engram_trt.plugins.quantize_dequantize.spec import SPEC
 
 
 @torch.library.custom_op("engram::quantize_dequantize", mutates_args=())
 def quantize_dequantize(x: Tensor, format: int) -> Tensor:
     """See `reference.quantize_dequantize`."""
+    if x.is_cuda:
+        return launch_on_cuda(SPEC, (x,), (format,))[0]
     return reference.quantize_dequantize(x, format)
 
 

@@ -9,6 +9,7 @@ from engram_trt.configs.deployment import DeploymentConfig
 from engram_trt.configs.limits import symbol_limits
 from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.tensors import StageSpec
+from engram_trt.runtime.engram_store import EngramStore
 from engram_trt.runtime.stage_runners.contract import Backend, StageRunner
 
 
@@ -22,6 +23,7 @@ class Engine:
         stages: the chain in order.
         backend: runs the stages.
         runners: one per stage.
+        engram_store: has the Engram tables that the back end does not hold itself; closed with the engine.
     """
 
     config: ModelConfig
@@ -29,10 +31,16 @@ class Engine:
     stages: tuple[StageSpec, ...]
     backend: Backend
     runners: tuple[StageRunner, ...] = field(repr=False)
+    engram_store: EngramStore | None = None
 
     @classmethod
     def load(
-        cls, config: ModelConfig, deployment: DeploymentConfig, stages: Sequence[StageSpec], backend: Backend
+        cls,
+        config: ModelConfig,
+        deployment: DeploymentConfig,
+        stages: Sequence[StageSpec],
+        backend: Backend,
+        engram_store: EngramStore | None = None,
     ) -> Engine:
         """Open every stage with a back end."""
         return cls(
@@ -41,6 +49,7 @@ class Engine:
             stages=tuple(stages),
             backend=backend,
             runners=tuple(backend.load(spec) for spec in stages),
+            engram_store=engram_store,
         )
 
     @property
@@ -53,3 +62,5 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.backend.close()
+        if self.engram_store is not None:
+            self.engram_store.close()

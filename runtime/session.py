@@ -16,6 +16,7 @@ import numpy.typing as npt
 from engram_trt.configs.errors import RequestError
 from engram_trt.configs.limits import COMPRESS_RATIOS
 from engram_trt.runtime.engine import Engine
+from engram_trt.runtime.engram_staging import EngramStaging
 from engram_trt.runtime.execution import BoundChain, bind_chain
 from engram_trt.runtime.state import SessionBuffers
 from engram_trt.runtime.step_inputs import RowInput, check_row
@@ -57,6 +58,11 @@ class Session:
         self.limits = engine.deployment.limits
         self._symbol_limits = engine.symbol_limits
         self.buffers = SessionBuffers(engine.backend, engine.stages, self._symbol_limits)
+        store = engine.engram_store
+        self.engram: EngramStaging | None = None
+        """Fetches Engram rows and counts them; None where the back end has all tables bound whole."""
+        if store is not None and store.fetched_layers:
+            self.engram = EngramStaging(store, engine.backend, engine.stages, self._symbol_limits)
         num_rows = self.limits.max_batch
         history = max(engine.config.engram_max_ngram_size - 1, 0)
         self._rows = _Rows(
@@ -208,7 +214,7 @@ class Session:
         if chain is None:
             engine = self.engine
             sizes = {**self._symbol_limits, **shape}
-            chain = bind_chain(engine.backend, engine.runners, self.buffers, sizes)
+            chain = bind_chain(engine.backend, engine.runners, self.buffers, sizes, self.engram)
             if len(self._chains) >= MAX_BOUND_CHAINS:
                 del self._chains[next(iter(self._chains))]
         self._chains[key] = chain  # last in order: most recently used

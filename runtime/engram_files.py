@@ -1,0 +1,269 @@
+"""Mapped files whose pages are made present before they are touched, so that a bad disk is an error, not a signal.
+
+Touching a mapped page that cannot be read kills the process (SIGBUS). `MADV_POPULATE_READ` reads the same page
+and says so instead; `process_madvise` does it for a thousand ranges a call. What remains is a race: a page that
+was populated can be evicted, or its file cut short, before the copy a moment later. Pages of a small fetch are
+populated anew every time, which leaves microseconds; pages of a large one only if this process never had them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engram_trt.configs.errors import CheckpointError
+
+Bytes = npt.NDArray[np.uint8]
+Offsets = npt.NDArray[np.int64]
+
+PAGE_BYTES = mmap.PAGESIZE
+SMALL_FETCH = 1024
+"""Ranges of one call (the kernel's UIO_MAXIOV); so many are populated without asking what is known of them."""
+
+_SYS_PROCESS_MADVISE = 440
+_MADV_WILLNEED, _MADV_POPULATE_READ = 3, 22
+
+
+class UnreadablePageError(Exception):
+    """A range of a mapped file cannot be made present.
+
+    Args:
+        index: which of the ranges that were asked for.
+        reason: what the system said.
+    """
+
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(f"range {index}: {reason}")
+        self.index, self.reason = index, reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileIdentity:
+    """What tells one state of a file from another."""
+
+    device: int
+    inode: int
+    num_bytes: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> FileIdentity:
+        """From a stat result."""
+        return cls(device=found.st_dev, inode=found.st_ino, num_bytes=found.st_size, mtime_ns=found.st_mtime_ns)
+
+
+def unreadable(path: Path, what: str, reason: str) -> CheckpointError:
+    """The error for a part of a weight file that cannot be had."""
+    return CheckpointError(
+        f"{path}: {what}",
+        found=f"bytes that cannot be read ({reason})",
+        expected="the file as it was opened",
+        remedy="Check the disk and that nobody changes the checkpoint while it is in use.",
+    )
+
+
+class MappedFile:
+    """A read-only file, mapped whole, without read-ahead.
+
+    Args:
+        path: the file.
+        num_bytes: its size; another one is refused.
+
+    Raises:
+        CheckpointError: absent, unreadable, or of another size.
+    """
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as cause:
+            raise unreadable(path, "the file", cause.strerror or str(cause)) from None
+        try:
+            self.identity = FileIdentity.of(os.fstat(self._descriptor))
+            if self.identity.num_bytes != num_bytes:
+                raise _changed(path, f"{self.identity.num_bytes:,} bytes", f"{num_bytes:,}")
+            self._map = mmap.mmap(self._descriptor, num_bytes, prot=mmap.PROT_READ)
+            self._map.madvise(mmap.MADV_RANDOM)
+        except OSError as cause:
+            os.close(self._descriptor)
+            raise unreadable(path, "the file", cause.strerror or str(cause)) from None
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self.bytes: Bytes = np.frombuffer(self._map, dtype=np.uint8)
+        # Zeros cost no memory until written: a table of 101 GB has 25 million pages.
+        self._known = np.zeros(-(-num_bytes // PAGE_BYTES), dtype=np.bool_)
+        self._advice = _Advice(self._descriptor)
+
+    def check(self) -> None:
+        """Refuse a file that was cut, replaced or written to since it was opened; one `stat`.
+
+        Raises:
+            CheckpointError: naming what changed.
+        """
+        try:
+            found = FileIdentity.of(os.stat(self.path))
+        except OSError as cause:
+            raise unreadable(self.path, "the file", cause.strerror or str(cause)) from None
+        if found == self.identity:
+            return
+        if found.num_bytes != self.identity.num_bytes:
+            raise _changed(self.path, f"{found.num_bytes:,} bytes", f"{self.identity.num_bytes:,}")
+        what = "another file" if found.inode != self.identity.inode else "a file that was written to"
+        raise _changed(self.path, what, "the one that was opened")
+
+    def require(self, offsets: Offsets, num_bytes: int) -> None:
+        """Make [offset, offset + num_bytes) present for every offset.
+
+        Args:
+            offsets: [n] byte offsets.
+            num_bytes: length of each range.
+
+        Raises:
+            UnreadablePageError: with the index of the first range that cannot be read.
+        """
+        self.populate(*self.request(offsets, num_bytes))
+
+    def request(self, offsets: Offsets, num_bytes: int) -> tuple[Offsets, Offsets]:
+        """Start reading what is not known to be present, all at once; `populate` waits for it.
+
+        Returns:
+            (indices into offsets, [n, 2] page-aligned start and length) for `populate`.
+        """
+        first = offsets // PAGE_BYTES
+        last = (offsets + (num_bytes - 1)) // PAGE_BYTES
+        unknown = np.flatnonzero(~(self._known[first] & self._known[last]))
+        ranges = np.empty((offsets.shape[0], 2), dtype=np.int64)
+        np.multiply(first, PAGE_BYTES, out=ranges[:, 0])
+        np.multiply(last - first + 1, PAGE_BYTES, out=ranges[:, 1])
+        if unknown.size:
+            self._advice.start_reading(self._address(), ranges[unknown])
+        if offsets.shape[0] <= SMALL_FETCH:
+            return np.arange(offsets.shape[0]), ranges
+        return unknown, ranges[unknown]
+
+    def populate(self, indices: Offsets, ranges: Offsets) -> None:
+        """Wait until requested ranges are present; see `require`."""
+        if not indices.size:
+            return
+        try:
+            self._advice.populate(self._address(), ranges)
+        except UnreadablePageError as error:
+            raise UnreadablePageError(int(indices[error.index]), error.reason) from None
+        first = ranges[:, 0] // PAGE_BYTES
+        for step in range(int(ranges[:, 1].max()) // PAGE_BYTES):
+            self._known[np.minimum(first + step, (ranges.sum(axis=1) - 1) // PAGE_BYTES)] = True
+
+    def _address(self) -> int:
+        return int(self.bytes.ctypes.data)
+
+    def close(self) -> None:
+        """Give the descriptor back; the map goes with the last array that looks into it."""
+        os.close(self._descriptor)
+
+
+def _changed(path: Path, found: str, expected: str) -> CheckpointError:
+    return CheckpointError(
+        str(path),
+        found=found,
+        expected=f"{expected}, as when it was opened",
+        remedy="Do not change a checkpoint while it is in use; start again.",
+    )
+
+
+class _Advice:
+    """The system calls, in the best form that this kernel has; tests put failures in here."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._libc: Any = ctypes.CDLL(None, use_errno=True)
+        self._descriptor = descriptor
+        self._process = _process_descriptor(os.getpid())
+
+    def start_reading(self, address: int, ranges: Offsets) -> None:
+        """Let the kernel read in the background; it is a hint, and its failures show in `populate`."""
+        if self._process is not None:
+            vector = _vector(address, ranges)
+            for start in range(0, len(vector), SMALL_FETCH):
+                self._batch(vector[start : start + SMALL_FETCH], _MADV_WILLNEED)
+        else:
+            for start, length in ranges.tolist():
+                os.posix_fadvise(self._descriptor, start, length, os.POSIX_FADV_WILLNEED)
+
+    def populate(self, address: int, ranges: Offsets) -> None:
+        """Read and map all ranges; UnreadablePageError with the index of the first that fails."""
+        done = 0
+        if self._process is not None:
+            vector = _vector(address, ranges)
+            ends = np.cumsum(ranges[:, 1])
+            while done < len(vector):
+                advised = self._batch(vector[done : done + SMALL_FETCH], _MADV_POPULATE_READ)
+                if advised <= 0:
+                    break  # the one at fault is tried alone below, where its own error can be read
+                before = int(ends[done - 1]) if done else 0
+                done = int(np.searchsorted(ends, before + advised, side="right"))
+        for index in range(done, len(ranges)):
+            self._one(address, index, int(ranges[index, 0]), int(ranges[index, 1]))
+
+    def _batch(self, vector: npt.NDArray[np.uint64], advice: int) -> int:
+        """Bytes advised, or a negative number."""
+        pointer = ctypes.c_void_p(vector.ctypes.data)
+        count = ctypes.c_size_t(len(vector))
+        result = self._libc.syscall(_SYS_PROCESS_MADVISE, self._process, pointer, count, advice, 0)
+        return int(result)
+
+    def _one(self, address: int, index: int, start: int, length: int) -> None:
+        while True:
+            call = ctypes.c_void_p(address + start), ctypes.c_size_t(length), _MADV_POPULATE_READ
+            if self._libc.madvise(*call) == 0:
+                return
+            code = ctypes.get_errno()
+            if code == errno.EINVAL:  # a kernel before 5.14
+                self._read_pages(index, start, length)
+                return
+            if code not in (errno.EINTR, errno.EAGAIN):
+                reason = "past the end of the file, or an error of the disk" if code == errno.EFAULT else ""
+                raise UnreadablePageError(index, reason or os.strerror(code))
+
+    def _read_pages(self, index: int, start: int, length: int) -> None:
+        """Bring pages into the page cache by reading a byte of each, where there is no better way."""
+        for offset in range(start, start + length, PAGE_BYTES):
+            try:
+                found = os.pread(self._descriptor, 1, offset)
+            except OSError as cause:
+                raise UnreadablePageError(index, cause.strerror or str(cause)) from None
+            if not found:
+                raise UnreadablePageError(index, "past the end of the file")
+
+
+def _vector(address: int, ranges: Offsets) -> npt.NDArray[np.uint64]:
+    vector = ranges.astype(np.uint64)
+    vector[:, 0] += np.uint64(address)
+    return vector
+
+
+@lru_cache(maxsize=1)
+def _process_descriptor(pid: int) -> int | None:
+    """A descriptor of this process for `process_madvise`, or None where it may not populate (before Linux 6.13)."""
+    try:
+        process = os.pidfd_open(pid)
+    except OSError:
+        return None
+    probe = np.zeros(2 * PAGE_BYTES, dtype=np.uint8)
+    start = -(-probe.ctypes.data // PAGE_BYTES) * PAGE_BYTES
+    vector = np.array([[start, PAGE_BYTES]], dtype=np.uint64)
+    pointer, one = ctypes.c_void_p(vector.ctypes.data), ctypes.c_size_t(1)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(_SYS_PROCESS_MADVISE, process, pointer, one, _MADV_POPULATE_READ, 0) == PAGE_BYTES:
+        return process
+    os.close(process)
+    return None

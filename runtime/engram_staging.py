@@ -1,0 +1,130 @@
+"""Rows of a step, fetched while its first stages run.
+
+The ids of a step are known after stage `engram_hash`. From there on the store's pool fetches the distinct rows
+of every Engram layer into a staging buffer; the block of such a layer is bound to the staging buffer in place of
+the table, and to positions in it in place of row ids. The graph does not change, and the block waits only if its
+rows are late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_all
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import numpy as np
+
+from engram_trt.configs.tensors import StageSpec
+from engram_trt.runtime.engram_files import Bytes
+from engram_trt.runtime.engram_store import EngramStore, FetchCounters, Fetched
+from engram_trt.runtime.stage_runners.contract import Backend, Buffer, Run, View
+
+IDS, ROWS, SCALES = "engram_ids", "engram_rows", "engram_scales"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Staged:
+    """One layer's host memory and the back end's buffers behind it; all at the largest size of a step."""
+
+    rows: Bytes
+    scales: Bytes
+    ids_buffer: Buffer
+    rows_buffer: Buffer
+    scales_buffer: Buffer
+
+
+class EngramStaging:
+    """Staging buffers of one session.
+
+    Args:
+        store: has the rows.
+        backend: allocates the buffers that blocks are bound to.
+        stages: the chain.
+        limits: largest value of every symbol.
+    """
+
+    def __init__(
+        self, store: EngramStore, backend: Backend, stages: Iterable[StageSpec], limits: Mapping[str, int]
+    ) -> None:
+        self.store = store
+        self.counters: dict[int, FetchCounters] = {}
+        """Layer -> what the last step fetched and waited."""
+        self._staged: dict[int, _Staged] = {}
+        self._pending: dict[int, Future[Fetched]] = {}
+        for stage in stages:
+            layer_id = stage.layer_id
+            if layer_id in store.fetched_layers and layer_id is not None:
+                num_ids = int(np.prod(stage.input(IDS).resolve(limits)))
+                self._staged[layer_id] = _allocate(store, layer_id, backend, num_ids)
+
+    def views(self, stage: StageSpec, sizes: Mapping[str, int]) -> dict[str, View]:
+        """Binding name -> view of the inputs of a stage that come from here; empty for most stages."""
+        staged = self._staged.get(-1 if stage.layer_id is None else stage.layer_id)
+        if staged is None:
+            return {}
+        ids = staged.ids_buffer.view(stage.input(IDS).resolve(sizes))
+        num_rows = int(np.prod(ids.shape))
+        return {
+            IDS: ids,
+            ROWS: staged.rows_buffer.view((num_rows, staged.rows.shape[1])),
+            SCALES: staged.scales_buffer.view((num_rows, staged.scales.shape[1])),
+        }
+
+    def fetch_run(self, stage: StageSpec, outputs: Mapping[str, View]) -> Run | None:
+        """What to run after a stage that puts out row ids: start all fetches. None for any other stage."""
+        sources = {
+            spec.owner: outputs[spec.key]
+            for spec in stage.outputs
+            if spec.tensor == IDS and spec.owner is not None and spec.owner in self._staged
+        }
+        if not sources:
+            return None
+
+        def start() -> None:
+            self._drain()
+            self.counters = {}
+            for layer_id, view in sources.items():
+                staged = self._staged[layer_id]
+                ids = np.array(view.read(), dtype=np.int64)
+                self._pending[layer_id] = self.store.submit(layer_id, ids, staged.rows, staged.scales)
+
+        return start
+
+    def wait_run(self, stage: StageSpec, views: Mapping[str, View]) -> Run | None:
+        """What to run before a stage that reads rows: wait for them and hand them over. None for others."""
+        layer_id = stage.layer_id
+        if layer_id is None or layer_id not in self._staged:
+            return None
+        staged, ids_view = self._staged[layer_id], views[IDS]
+
+        def wait() -> None:
+            started = perf_counter()
+            fetched = self._pending[layer_id].result()
+            waited = (perf_counter() - started) * 1e3
+            del self._pending[layer_id]
+            count = fetched.num_rows
+            staged.rows_buffer.write(staged.rows[:count].view(np.int8))
+            staged.scales_buffer.write(staged.scales[:count].view(np.int8))
+            ids_view.write(fetched.positions)
+            self.counters[layer_id] = replace(fetched.counters, wait_ms=waited)
+
+        return wait
+
+    def _drain(self) -> None:
+        """Let the fetches of a step that was abandoned end: they write into these buffers."""
+        if self._pending:
+            wait_for_all(self._pending.values())
+            self._pending.clear()
+
+
+def _allocate(store: EngramStore, layer_id: int, backend: Backend, num_ids: int) -> _Staged:
+    shape = store.shape(layer_id)
+    return _Staged(
+        rows=np.zeros((num_ids, shape.row_bytes), dtype=np.uint8),
+        scales=np.zeros((num_ids, shape.scale_bytes), dtype=np.uint8),
+        ids_buffer=backend.allocate("int64", num_ids),
+        rows_buffer=backend.allocate("int8", num_ids * shape.row_bytes),
+        scales_buffer=backend.allocate("int8", num_ids * shape.scale_bytes),
+    )

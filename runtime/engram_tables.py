@@ -1,0 +1,202 @@
+"""One Engram table in one of its places; all give the same bytes for the same rows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engram_trt.configs.checkpoint import Checkpoint
+from engram_trt.configs.engram_layout import EngramLayout
+from engram_trt.configs.errors import CheckpointError
+from engram_trt.configs.safetensors_header import TensorEntry
+from engram_trt.runtime.engram_files import Bytes, MappedFile, UnreadablePageError, unreadable
+
+Ids = npt.NDArray[np.int64]
+
+GROUP = 32
+"""Features that share a scale (spec 3)."""
+ROWS_DTYPE, SCALES_DTYPE = "F8_E4M3", "F8_E8M0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableShape:
+    """Rows of a table and bytes of one: `row_bytes` E4M3 features, `scale_bytes` E8M0 scales."""
+
+    layer_id: int
+    num_rows: int
+    row_bytes: int
+    scale_bytes: int
+
+    @property
+    def record_bytes(self) -> int:
+        """A row with its scales."""
+        return self.row_bytes + self.scale_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """The whole table."""
+        return self.num_rows * self.record_bytes
+
+
+class Table(ABC):
+    """Rows by id.
+
+    Args:
+        shape: what it holds.
+    """
+
+    shape: TableShape
+
+    def check(self) -> None:  # noqa: B027 - memory does not change behind one's back
+        """Refuse a source that changed since it was opened; CheckpointError."""
+
+    @abstractmethod
+    def gather(self, ids: Ids, rows: Bytes, scales: Bytes) -> None:
+        """Copy rows; may be called by several threads at once.
+
+        Args:
+            ids: [n] int64, each in 0..num_rows-1; quickest in ascending order, the order of the file.
+            rows: [n, row_bytes], receives the features.
+            scales: [n, scale_bytes], receives the scales.
+
+        Raises:
+            CheckpointError: naming file and row, when the bytes cannot be had.
+        """
+
+    def facts(self) -> dict[str, Any]:
+        """What a report says of it besides its size; plain JSON."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027 - most tables hold nothing that needs closing
+        """Release what is not memory."""
+
+
+def table_names(layer_id: int) -> tuple[str, str]:
+    """Checkpoint names of a table's features and scales."""
+    prefix = f"layers.{layer_id}.engram.embed"
+    return f"{prefix}.weight", f"{prefix}.scale"
+
+
+def table_entries(checkpoint: Checkpoint, layer_id: int) -> tuple[TensorEntry, TensorEntry, TableShape]:
+    """Where a table lies in its checkpoint, held against the rows that the model's primes ask for.
+
+    Raises:
+        CheckpointError: other dtypes, or other shapes than the derived ones.
+    """
+    config = checkpoint.config
+    rows, scales = (checkpoint.entry(name) for name in table_names(layer_id))
+    layout = EngramLayout.from_config(config)
+    num_rows = layout.num_embeddings[layout.layer_ids.index(layer_id)]
+    width = config.engram_head_dim
+    for entry, dtype, columns in ((rows, ROWS_DTYPE, width), (scales, SCALES_DTYPE, width // GROUP)):
+        if entry.dtype != dtype or entry.shape != (num_rows, columns):
+            raise CheckpointError(
+                f"{entry.shard}: {entry.name}",
+                found=f"{entry.dtype} {list(entry.shape)}",
+                expected=f"{dtype} {[num_rows, columns]}: the rows are the sum of the layer's primes",
+                remedy="Use the config.json and shards of one revision.",
+            )
+    shape = TableShape(layer_id=layer_id, num_rows=num_rows, row_bytes=width, scale_bytes=width // GROUP)
+    return rows, scales, shape
+
+
+class MappedTable(Table):
+    """A table straight from the checkpoint's shards.
+
+    Args:
+        shape: what it holds.
+        rows, scales: the two tensors.
+        files: maps a shard, once for tables that share it.
+    """
+
+    def __init__(self, shape: TableShape, rows: TensorEntry, scales: TensorEntry, files: ShardFiles) -> None:
+        self.shape = shape
+        self._rows = _MappedTensor(rows, files.open(rows.shard))
+        self._scales = _MappedTensor(scales, files.open(scales.shard))
+
+    def check(self) -> None:
+        for file in {self._rows.file, self._scales.file}:
+            file.check()
+
+    def gather(self, ids: Ids, rows: Bytes, scales: Bytes) -> None:
+        # Both tensors' pages are asked for before either is waited for.
+        awaited = [(tensor, tensor.request(ids)) for tensor in (self._rows, self._scales)]
+        for tensor, pending in awaited:
+            tensor.populate(ids, pending)
+        self._rows.take(ids, rows)
+        self._scales.take(ids, scales)
+
+
+class ShardFiles:
+    """Shards mapped on first use.
+
+    Args:
+        sizes: bytes of every shard, as its header says.
+    """
+
+    def __init__(self, sizes: dict[Path, int]) -> None:
+        self._sizes = sizes
+        self._files: dict[Path, MappedFile] = {}
+
+    def open(self, path: Path) -> MappedFile:
+        """The mapped shard; CheckpointError when it cannot be opened or has another size."""
+        if path not in self._files:
+            self._files[path] = MappedFile(path, self._sizes[path])
+        return self._files[path]
+
+    def close(self) -> None:
+        """Close all."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+
+class _MappedTensor:
+    """[rows, width] bytes inside a mapped file."""
+
+    def __init__(self, entry: TensorEntry, file: MappedFile) -> None:
+        self.name, self.file, self.offset, self.width = entry.name, file, entry.offset, entry.shape[1]
+        self._values: npt.NDArray[Any] = file.bytes[entry.offset : entry.offset + entry.nbytes].reshape(entry.shape)
+        self._item: type[np.generic] | None = None
+        if self.width == 8 and entry.offset % 8 == 0:
+            # One number instead of eight bytes: numpy copies it without a call.
+            self._item = np.int64
+            self._values = self._values.reshape(-1).view(np.int64)
+
+    def request(self, ids: Ids) -> tuple[Ids, Ids]:
+        """See `MappedFile.request`."""
+        return self.file.request(ids * self.width + self.offset, self.width)
+
+    def populate(self, ids: Ids, pending: tuple[Ids, Ids]) -> None:
+        """See `MappedFile.populate`; CheckpointError with the row."""
+        try:
+            self.file.populate(*pending)
+        except UnreadablePageError as error:
+            raise unreadable(self.file.path, f"{self.name}, row {int(ids[error.index])}", error.reason) from None
+
+    def take(self, ids: Ids, out: Bytes) -> None:
+        """Copy rows; "clip" because any other mode of numpy's copies once more, and ids are in range."""
+        target = out if self._item is None else out.reshape(-1).view(self._item)
+        np.take(self._values, ids, axis=0, out=target, mode="clip")
+
+
+class MemoryTable(Table):
+    """A table in the memory of this machine.
+
+    Args:
+        shape: what it holds.
+        rows: [num_rows, row_bytes].
+        scales: [num_rows, scale_bytes].
+    """
+
+    def __init__(self, shape: TableShape, rows: Bytes, scales: Bytes) -> None:
+        self.shape, self.rows, self.scales = shape, rows, scales
+
+    def gather(self, ids: Ids, rows: Bytes, scales: Bytes) -> None:
+        np.take(self.rows, ids, axis=0, out=rows, mode="clip")
+        np.take(self.scales, ids, axis=0, out=scales, mode="clip")

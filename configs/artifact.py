@@ -19,6 +19,10 @@ FORMAT = "engram-trt artefact"
 VERSION = 1
 """Raised when an older runtime could not read what is written now."""
 
+WEIGHT_MARK = "engram_trt.weight"
+"""ONNX metadata key of an initializer that is a weight: constants of a graph are the same in every layer of a kind,
+weights are not."""
+
 _BLOCK_BYTES = 1 << 22
 
 

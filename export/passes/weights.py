@@ -11,11 +11,10 @@ import onnx
 import torch
 from torch import Tensor
 
+from engram_trt.configs.artifact import WEIGHT_MARK
+
 ALIGNMENT = 4096
 """Offset of a large tensor in its data file: a page, so that it can be mapped as it is."""
-
-WEIGHT_MARK = "engram_trt.weight"
-"""Metadata key that tells a stage's weights from the constants of its graph: only weights differ between layers."""
 
 INLINE_BYTES = 1024
 """Smaller tensors stay in the .onnx file."""

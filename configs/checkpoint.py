@@ -94,6 +94,11 @@ class Checkpoint:
         """`tokenizer.json`; it may be absent. `CheckpointError` when it is a link out of the checkpoint."""
         return file_in(self.root, TOKENIZER_NAME, str(self.root))
 
+    @property
+    def shard_sizes(self) -> dict[Path, int]:
+        """Bytes of every shard that was read, as they were when it was opened."""
+        return {path: header.file_bytes for path, header in self._shards.items()}
+
     def names(self) -> tuple[str, ...]:
         """All tensors that can be read."""
         return tuple(self._entries)

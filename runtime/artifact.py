@@ -11,12 +11,18 @@ import numpy as np
 
 from engram_trt.configs.artifact import Manifest, ResidentRecord
 from engram_trt.configs.checkpoint import Checkpoint
-from engram_trt.configs.errors import ArtifactError, BackendError, CheckpointError
+from engram_trt.configs.engram_placement import EngramPlacement
+from engram_trt.configs.errors import ArtifactError, BackendError, CheckpointError, TokenizerError
 from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.tensors import StageSpec
 from engram_trt.runtime.engine import Engine
+from engram_trt.runtime.engram_opening import bound_arrays, open_store
+from engram_trt.runtime.engram_staging import ROWS, SCALES
+from engram_trt.runtime.engram_store import EngramStore
+from engram_trt.runtime.engram_tables import table_names
 from engram_trt.runtime.stage_runners.contract import Array, Backend
 from engram_trt.runtime.stage_runners.onnxruntime import OnnxRuntimeBackend
+from engram_trt.runtime.token_map import TokenMap
 from engram_trt.runtime.tokenizer import Tokenizer
 
 BACKEND_GROUP = "engram_trt.backends"
@@ -84,12 +90,18 @@ class Artifact:
         record = {item.key: item for item in self.manifest.residents}[key]
         return resident_array(self.checkpoint, record)
 
-    def engine(self, backend: str = "onnxruntime") -> Engine:
+    def engine(self, backend: str = "onnxruntime", engram: EngramPlacement | None = None) -> Engine:
         """Load the whole chain.
+
+        Args:
+            backend: name of an installed back end.
+            engram: where the Engram tables live, if not where the artefact's deployment says.
 
         Raises:
             ArtifactError: some stages are missing.
             BackendError: there is no such back end, or it cannot run this artefact.
+            CheckpointError, DeploymentError: an Engram table cannot be where it should.
+            TokenizerError: the token map made here is not the one that the artefact was exported with.
         """
         names = [spec.name for spec in self.stages]
         if "embedding" not in names or "head" not in names or len(names) < self.config.n_layers + 2:
@@ -99,7 +111,36 @@ class Artifact:
                 expected="the whole chain",
                 remedy="Export without --stages, or run these stages in other tools.",
             )
-        return Engine.load(self.config, self.manifest.deployment, self.stages, open_backend(backend, self))
+        opened = open_backend(backend, self)
+        store = self._engram_store(opened, engram or self.manifest.deployment.engram)
+        return Engine.load(self.config, self.manifest.deployment, self.stages, opened, store)
+
+    def _engram_store(self, backend: Backend, placement: EngramPlacement) -> EngramStore | None:
+        if not self.config.has_engram:
+            return None
+        self._require_token_map()
+        digests = {record.key: record.sha256 for record in self.manifest.residents}
+        known = {
+            name: digests.get(f"layers.{layer_id}.{binding}")
+            for layer_id in self.config.engram_layer_ids
+            for name, binding in zip(table_names(layer_id), (ROWS, SCALES), strict=True)
+        }
+        binds_host = isinstance(backend, OnnxRuntimeBackend)
+        store = open_store(self.checkpoint, placement, backend, binds_host=binds_host, digests=known)
+        if isinstance(backend, OnnxRuntimeBackend):
+            backend.resident_arrays = bound_arrays(store, backend.resident_arrays)
+        return store
+
+    def _require_token_map(self) -> None:
+        """The hash stage has the map of the export: the tokenizer must still give that very map."""
+        found = TokenMap.for_model(self.tokenizer(), self.config).digest
+        if found != self.manifest.token_map_sha256:
+            raise TokenizerError(
+                str(self.root),
+                found=f"a compressed token map with SHA-256 {found[:12]}...",
+                expected=f"{str(self.manifest.token_map_sha256)[:12]}..., the map it was exported with",
+                remedy="Use the tokenizer and the tokenizers version of the export, or export again.",
+            )
 
 
 def resident_array(checkpoint: Checkpoint, record: ResidentRecord) -> Array:

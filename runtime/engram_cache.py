@@ -29,7 +29,8 @@ class HotRows:
 
     def __init__(self, shape: TableShape, num_bytes: int) -> None:
         per_row = shape.record_bytes + np.dtype(np.int64).itemsize
-        places = num_bytes // per_row
+        # Never more places than the table has rows, up to the next power of two.
+        places = min(num_bytes // per_row, 2 * shape.num_rows - 1)
         self._bits = max(places.bit_length() - 1, 0)
         self.num_places = 1 << self._bits if places else 0
         self.num_bytes = self.num_places * per_row

@@ -103,7 +103,7 @@ class EngramStore:
         self.residencies = dict(residencies or {})
         self.num_threads = num_threads
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="engram")
-        self._caches = {layer_id: HotRows(tables[layer_id].shape, cache_bytes) for layer_id in cached}
+        self._caches = {layer_id: HotRows(tables[layer_id].shape, cache_bytes) for layer_id in cached if cache_bytes}
         self._totals = dict.fromkeys(self.tables, FetchCounters())
         self._totals_lock = threading.Lock()
         self._on_close = on_close
@@ -185,15 +185,15 @@ class EngramStore:
         return out
 
     def report(self) -> dict[str, Any]:
-        """Where every table lives and what was fetched so far, as plain JSON."""
+        """Where every table lives and what all sessions fetched so far (waits are a session's), as plain JSON."""
         layers = {}
         for layer_id, residency in sorted(self.residencies.items()):
             facts: dict[str, Any] = {"residency": residency}
             table = self.tables.get(layer_id)
             if table is not None:
-                facts |= {"bytes": table.shape.num_bytes, **table.facts()}
+                facts |= {"table_bytes": table.shape.num_bytes, **table.facts()}
                 totals = self._totals[layer_id]
-                facts |= totals.to_json() | {"hit_rate": totals.hits / max(totals.distinct_rows, 1)}
+                facts["fetched"] = totals.to_json() | {"hit_rate": totals.hits / max(totals.distinct_rows, 1)}
             if layer_id in self._caches:
                 facts["cache_bytes"] = self._caches[layer_id].num_bytes
             layers[str(layer_id)] = facts

@@ -1,6 +1,5 @@
 """Triton kernel of `CacheWrite`."""
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 import triton

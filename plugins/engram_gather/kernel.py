@@ -1,6 +1,5 @@
 """Triton kernels of `EngramGather`. Row addresses are 64-bit throughout: a released table is 98 GB."""
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 import triton

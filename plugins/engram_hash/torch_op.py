@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from engram_trt.plugins.engram_hash import reference
+from engram_trt.plugins.engram_hash.spec import SPEC
+from engram_trt.plugins.kernels.dispatch import launch_on_cuda
 
 
 @torch.library.custom_op("engram::engram_hash", mutates_args=())
@@ -18,6 +20,9 @@ def engram_hash(
     pad_id: int,
 ) -> Tensor:
     """See `reference.engram_hash`."""
+    if compressed_ids.is_cuda:
+        tensors = (compressed_ids, token_history, multipliers, primes, offsets)
+        return launch_on_cuda(SPEC, tensors, (pad_id,))[0]
     return reference.engram_hash(compressed_ids, token_history, multipliers, primes, offsets, pad_id)
 
 

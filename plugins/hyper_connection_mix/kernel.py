@@ -1,6 +1,5 @@
 """Triton kernels of `HyperConnectionMix` (spec 4). All arithmetic is float32."""
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 import triton

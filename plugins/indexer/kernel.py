@@ -5,7 +5,6 @@ visible, NaN, or -inf). Histograms of the key's bytes, most significant first, l
 entries above it and the first ones equal to it are then written in ascending order.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 import triton
@@ -76,9 +75,7 @@ def _score_tile(
         mask = (head < heads)[:, None] & (feature < width)[None, :]
         query = tl.load(q + head[:, None] * width + feature[None, :], mask=mask, other=0.0)
         weight = tl.load(weights + head, mask=head < heads, other=0.0).to(tl.float32)
-        dots = tl.dot(
-            dot_operand(keys, INTERPRET), tl.trans(dot_operand(query, INTERPRET)), input_precision="ieee"
-        )
+        dots = tl.dot(dot_operand(keys, INTERPRET), tl.trans(dot_operand(query, INTERPRET)), input_precision="ieee")
         dots = round_to_dtype(dots, T, INTERPRET)
         dots = tl.where(dots <= 0.0, 0.0, dots)  # relu that lets NaN through
         total += tl.sum(round_to_dtype(dots * weight[None, :], T, INTERPRET), axis=1)

@@ -198,8 +198,12 @@ def _sizes(inputs: Inputs, attributes: Attributes) -> Sizes:
         expected=f"at most {BLOCK_CANDIDATES[-1]}",
         remedy="No kernel covers longer lists.",
     )
+    batch, tokens, heads, _ = q.shape
     return Sizes(
-        *q.shape,
+        batch=batch,
+        tokens=tokens,
+        heads=heads,
+        width=width,
         entries=keys.shape[1],
         num_entries=num_entries,
         role=role,
@@ -224,9 +228,7 @@ def plan_steps(inputs: Inputs, attributes: Attributes, sm: int) -> LaunchPlan:
         largest = max(largest, chunk.rows)
         steps.extend(_chunk_steps(sizes, chunk, sm))
     workspace, workspace_bytes = lay_out_workspace(sizes.buffers(largest))
-    return LaunchPlan(
-        op=SPEC.name, steps=tuple(steps), workspace=workspace, workspace_bytes=workspace_bytes
-    )
+    return LaunchPlan(op=SPEC.name, steps=tuple(steps), workspace=workspace, workspace_bytes=workspace_bytes)
 
 
 def _chunk_steps(sizes: Sizes, chunk: Chunk, sm: int) -> Iterator[Launch | Clear]:
@@ -236,9 +238,7 @@ def _chunk_steps(sizes: Sizes, chunk: Chunk, sm: int) -> Iterator[Launch | Clear
         else:
             yield _scores(sizes, chunk, sm)
     mapped = sizes.role == CANDIDATE_USER
-    yield from _selection(
-        sizes, chunk, "", sizes.num_scores, sizes.index_topk, "topk_indices", mapped=mapped
-    )
+    yield from _selection(sizes, chunk, "", sizes.num_scores, sizes.index_topk, "topk_indices", mapped=mapped)
     if sizes.role == CANDIDATE_SOURCE:
         if sizes.num_blocks > 0:
             yield _block_scores(sizes, chunk)

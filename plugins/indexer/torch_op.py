@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from engram_trt.plugins.indexer import reference
-from engram_trt.plugins.indexer.spec import CANDIDATE_SOURCE
+from engram_trt.plugins.indexer.spec import CANDIDATE_SOURCE, SPEC
+from engram_trt.plugins.kernels.dispatch import launch_on_cuda
 
 
 @torch.library.custom_op("engram::indexer", mutates_args=())
@@ -27,6 +28,10 @@ def indexer(
     candidate_block_size: int,
 ) -> Tensor:
     """See `reference.indexer`; for the roles that publish no candidate blocks."""
+    if index_q.is_cuda:
+        tensors = (index_q, index_weights, index_keys, start_positions, visible_entries, candidate_blocks)
+        attributes = (compress_ratio, index_topk, role, candidate_topk_blocks, candidate_block_size)
+        return launch_on_cuda(SPEC, tensors, attributes)[0]
     topk_indices, _ = reference.indexer(
         index_q,
         index_weights,
@@ -73,6 +78,13 @@ def indexer_candidate_source(
     candidate_block_size: int,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.indexer`; top-k and candidate blocks."""
+    if index_q.is_cuda:
+        chosen, published = launch_on_cuda(
+            SPEC,
+            (index_q, index_weights, index_keys, start_positions, visible_entries),
+            (compress_ratio, index_topk, CANDIDATE_SOURCE, candidate_topk_blocks, candidate_block_size),
+        )
+        return chosen, published
     topk_indices, blocks = reference.indexer(
         index_q,
         index_weights,

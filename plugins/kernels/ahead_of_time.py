@@ -5,20 +5,18 @@ from __future__ import annotations
 import importlib
 import re
 import subprocess
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engram_trt.plugins.kernels.plan import Variant
-
-SHARED_MEMORY_LIMIT = {89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376}
-"""Bytes of shared memory one program may use, by compute capability."""
+from engram_trt.plugins.kernels.plan import TRAILING_POINTERS, Variant
 
 POINTER_DIVISIBILITY = 16
 
 _ENTRY = re.compile(r"\.visible \.entry (\w+)\((.*?)\)", re.DOTALL)
-_PARAMETER = re.compile(r"\.param \.(\w+)")
+_PARAMETER = re.compile(r"\.param \.[a-z](\d+)")
 _GLOBAL_LOAD = re.compile(r"\bld\.global[\w.:]*?(?:\.v(\d))?\.[bufs](\d+)\b")
 _ASYNC_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global[^,;]*\[[^\]]*\],\s*\[[^\]]*\],\s*(0x[0-9a-f]+|\d+)")
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
@@ -38,7 +36,7 @@ class CompiledKernel:
         registers: per thread.
         spill_bytes: stack and local memory per thread.
         widest_load_bytes: widest single load from global memory.
-        parameters: PTX types of the entry's parameters, the trailing scratch pointers included.
+        parameters: sizes of the entry's parameters (b32, b64), the trailing scratch pointers included.
     """
 
     variant: Variant
@@ -101,7 +99,7 @@ def _read(variant: Variant, sm: int, compiled: Any) -> CompiledKernel:
         registers=registers,
         spill_bytes=spill_bytes,
         widest_load_bytes=widest_load(ptx),
-        parameters=tuple(_PARAMETER.findall(entry.group(2))),
+        parameters=tuple(f"b{bits}" for bits in _PARAMETER.findall(entry.group(2))),
     )
 
 
@@ -114,8 +112,6 @@ def widest_load(ptx: str) -> int:
 
 def read_resources(cubin: bytes) -> tuple[int, int]:
     """Registers per thread, and bytes of stack and local memory per thread, of a cubin's one function."""
-    import tempfile
-
     import triton.backends.nvidia as nvidia
 
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
@@ -129,6 +125,15 @@ def read_resources(cubin: bytes) -> tuple[int, int]:
     if found is None:
         raise RuntimeError(f"cuobjdump reported no resources: {report[:400]}")
     return int(found.group(1)), int(found.group(2)) + int(found.group(3))
+
+
+_PTX_TYPE = {"i32": "b32", "i64": "b64", "fp32": "b32"}
+
+
+def expected_parameters(variant: Variant) -> tuple[str, ...]:
+    """PTX parameter types that `pack_arguments` fills for a variant, by size: pointers and 64-bit numbers b64."""
+    declared = (_PTX_TYPE.get(kind, "b64") for _, kind in variant.signature)
+    return (*declared, *("b64" for _ in range(TRAILING_POINTERS)))
 
 
 Progress = Callable[[Variant, int], None]

@@ -95,17 +95,6 @@ def _check_shape(op: str, operand: Operand, tensor: TensorInfo, extents: dict[st
     wanted = operand.shape
     found = f"{list(tensor.shape)}"
     shape = tensor.shape
-    if wanted and wanted[0] == "...":
-        wanted = wanted[1:]
-        require(
-            len(shape) >= len(wanted),
-            op,
-            f"{operand.name} shape",
-            found=found,
-            expected=f"at least {len(wanted)} axes",
-            remedy="Reshape the tensor.",
-        )
-        shape = shape[len(shape) - len(wanted) :]
     require(
         len(shape) == len(wanted),
         op,

@@ -30,13 +30,17 @@ TRITON_NAME = {
 }
 """Dtype names of the contracts -> names in a Triton signature."""
 
+SHARED_MEMORY_LIMIT = {89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376}
+"""Bytes of shared memory one program may use, by compute capability."""
+
 MULTIPROCESSORS = {89: 128, 90: 132, 100: 148, 103: 148, 120: 170}
 """Multiprocessors of a typical GPU by compute capability: how many programs fill it. It decides speed only."""
 
 # Triton compiles scratch pointers (global, profile) into every entry, behind the declared arguments.
 TRAILING_POINTERS = 2
 
-CTYPE_OF_SCALAR = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+CType = type[ctypes.c_void_p] | type[ctypes.c_int32] | type[ctypes.c_int64] | type[ctypes.c_float]
+CTYPE_OF_SCALAR: Mapping[str, CType] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 INTERPRET = "INTERPRET"
 """Name of the constexpr that is True only under the interpreter, whose bfloat16 casts and products are wrong."""
 
@@ -195,9 +199,6 @@ def make_launch(variant: Variant, grid: tuple[int, int, int], arguments: Mapping
     values = (arguments[name] for name in names)
     packed = tuple(Pointer(value) if isinstance(value, str) else Scalar(value) for value in values)
     return Launch(variant=variant, grid=grid, arguments=packed)
-
-
-CType = type[ctypes.c_void_p] | type[ctypes.c_int32] | type[ctypes.c_int64] | type[ctypes.c_float]
 
 
 def pack_arguments(launch: Launch, addresses: Mapping[str, int]) -> tuple[tuple[int | float, ...], tuple[CType, ...]]:

@@ -4,7 +4,6 @@ The same helpers run compiled and under the interpreter, whose own casts round w
 to even, and are exact (spec 6.3).
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 import triton
@@ -40,7 +39,8 @@ def cast_to_dtype(x, TARGET: tl.constexpr, INTERPRET: tl.constexpr):
     if tl.float32 == TARGET:
         result = x
     elif INTERPRET:
-        result = round_to_bfloat16(x).to(tl.bfloat16)
+        high = round_to_bfloat16(x).to(tl.int32, bitcast=True) >> 16
+        result = high.to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         result = x.to(tl.bfloat16)
     return result
@@ -49,11 +49,7 @@ def cast_to_dtype(x, TARGET: tl.constexpr, INTERPRET: tl.constexpr):
 @triton.jit
 def dot_operand(x, INTERPRET: tl.constexpr):
     """x as an operand of tl.dot; the interpreter multiplies bfloat16 as integers, so it gets float32."""
-    if INTERPRET:
-        operand = x.to(tl.float32)
-    else:
-        operand = x
-    return operand
+    return x.to(tl.float32) if INTERPRET else x
 
 
 @triton.jit

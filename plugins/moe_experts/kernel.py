@@ -4,7 +4,6 @@ A token's bits do not depend on its batch mates: every product walks its inputs 
 and a token's expert outputs are added in ascending expert id.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 import triton
@@ -86,9 +85,7 @@ def _prepare_row(
     if FORMAT >= 0:
         x = quantize_dequantize_groups(x, FORMAT)
     place = (column % 2) * (dim // 2) + column // 2 if PACKED else column
-    tl.store(
-        activations + row * dim + place, cast_to_dtype(x, activations.dtype.element_ty, INTERPRET), mask=mask
-    )
+    tl.store(activations + row * dim + place, cast_to_dtype(x, activations.dtype.element_ty, INTERPRET), mask=mask)
 
 
 @triton.jit(do_not_specialize=["dim", "experts", "activated", "norm_topk_prob"])

@@ -204,9 +204,7 @@ def variants(sm: int) -> tuple[Variant, ...]:
 
 def outputs(inputs: Inputs, attributes: Attributes) -> dict[str, TensorInfo]:
     """[rows, dim] float32."""
-    return {
-        "routed_output": TensorInfo(shape=info(SPEC.name, inputs, "ffn_in").shape, dtype="float32")
-    }
+    return {"routed_output": TensorInfo(shape=info(SPEC.name, inputs, "ffn_in").shape, dtype="float32")}
 
 
 def _check(inputs: Inputs, attributes: Attributes) -> None:

@@ -3,7 +3,6 @@
 Logits are kept in base 2 (scaled by log2 e), statistics in float32.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 import triton

@@ -18,6 +18,7 @@ from engram_trt.configs.limits import COMPRESS_RATIOS
 from engram_trt.runtime.engine import Engine
 from engram_trt.runtime.engram_staging import EngramStaging
 from engram_trt.runtime.execution import BoundChain, bind_chain
+from engram_trt.runtime.row_snapshot import RowSnapshot
 from engram_trt.runtime.state import SessionBuffers
 from engram_trt.runtime.step_inputs import RowInput, check_row
 from engram_trt.runtime.token_cache import TokenCache
@@ -129,6 +130,44 @@ class Session:
         lengths[row] -= num_tokens
         cache.rollback(row, num_tokens)
         self._rows = replace(self._rows, lengths=lengths, token_cache=cache)
+
+    def snapshot(self, row: int) -> RowSnapshot:
+        """Everything of a row, for `restore`; later steps do not change it."""
+        self._require_active(row)
+        longest = int(self._rows.longest[row])
+        return RowSnapshot(
+            length=int(self._rows.lengths[row]),
+            longest=longest,
+            token_ids=self._rows.token_cache.snapshot(row),
+            states=self.buffers.save_row(row, longest),
+        )
+
+    def restore(self, saved: RowSnapshot) -> int:
+        """Continue a snapshot in a free row, of this session or another with the same model and limits.
+
+        Raises:
+            RequestError: the batch is full.
+            ValueError: the snapshot is of other caches or limits.
+        """
+        row = self.add()
+        try:
+            self.buffers.load_row(row, saved.longest, saved.states)
+            lengths, longest, cache = (
+                self._rows.lengths.copy(),
+                self._rows.longest.copy(),
+                self._rows.token_cache.copy(),
+            )
+            lengths[row], longest[row] = saved.length, saved.longest
+            cache.restore(row, saved.token_ids)
+        except BaseException:
+            self.finish(row)
+            raise
+        self._rows = replace(self._rows, lengths=lengths, longest=longest, token_cache=cache)
+        return row
+
+    def fork(self, row: int) -> int:
+        """Continue a row in a free one as well: the new row, independent from then on; RequestError when full."""
+        return self.restore(self.snapshot(row))
 
     def _set_row(self, row: int, *, active: bool) -> None:
         lengths, longest, cache = self._rows.lengths.copy(), self._rows.longest.copy(), self._rows.token_cache.copy()

@@ -25,6 +25,7 @@ class SessionBuffers:
     """
 
     def __init__(self, backend: Backend, stages: Iterable[StageSpec], limits: Mapping[str, int]) -> None:
+        self._limits = limits
         self._buffers: dict[str, list[Buffer]] = {}
         self.specs: dict[str, TensorSpec] = {}
         replaced: set[str] = set()
@@ -57,6 +58,36 @@ class SessionBuffers:
     def state_buffers(self) -> dict[str, Buffer]:
         """The caches by key, e.g. `layers.2.compressed_kv`."""
         return {key: self._buffers[key][0] for key, spec in self.specs.items() if spec.role == "state"}
+
+    def save_row(self, row: int, num_tokens: int) -> dict[str, npt.NDArray[Any]]:
+        """Copies of one row of every cache, flat.
+
+        Args:
+            row: which.
+            num_tokens: tokens that were ever written; of appended caches only their entries are copied.
+        """
+        return {
+            key: buffer.read((buffer.num_elements,))[start : start + used].copy()
+            for key, buffer, start, used in self._row_parts(row, num_tokens)
+        }
+
+    def load_row(self, row: int, num_tokens: int, saved: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Put `save_row`'s copies into a row; ValueError if they are of other caches."""
+        parts = list(self._row_parts(row, num_tokens))
+        if {key: used for key, _, _, used in parts} != {key: values.size for key, values in saved.items()}:
+            raise ValueError("the saved row is of a session with other caches or limits")
+        for key, buffer, start, _ in parts:
+            buffer.write(saved[key], start)
+
+    def _row_parts(self, row: int, num_tokens: int) -> Iterable[tuple[str, Buffer, int, int]]:
+        """(key, buffer, first element, elements in use) of one row of every cache; rows are its first axis."""
+        for key, buffer in self.state_buffers().items():
+            shape = self.specs[key].resolve(self._limits)
+            stride = math.prod(shape[1:])
+            entries, symbol = shape[1], self.specs[key].shape[1]
+            if isinstance(symbol, str) and symbol.startswith("entries_r"):
+                entries = min(entries, num_tokens // int(symbol.removeprefix("entries_r")) + 1)
+            yield key, buffer, row * stride, entries * math.prod(shape[2:])
 
     def num_bytes(self, limits: Mapping[str, int]) -> int:
         """Bytes allocated for all tensors."""

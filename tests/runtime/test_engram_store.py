@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def test_every_residency_gives_the_rows_of_the_file(
 
     check()
     batch = random.integers(0, num_rows, (3, 700, 8))  # large enough to be split over threads
-    (rows, scales), fetched = fetch(stores[name], layer_id, batch)
+    (rows, scales), _ = fetch(stores[name], layer_id, batch)
     assert np.array_equal(rows, truth[0][batch])
     assert np.array_equal(scales, truth[1][batch])
 
@@ -272,7 +273,7 @@ def test_row_shards_cover_every_row_once_also_where_they_do_not_divide(num_rows:
     assert len(parts) == num_shards
     assert parts[0].start == 0
     assert parts[-1].stop == num_rows
-    assert all(before.stop == after.start for before, after in zip(parts, parts[1:], strict=False))
+    assert all(before.stop == after.start for before, after in pairwise(parts))
     assert max(part.num_rows for part in parts) == -(-num_rows // num_shards)
 
 

@@ -19,6 +19,8 @@ from engram_trt.export.onnx_export import StageExporter, stage_graph
 from engram_trt.export.passes.functions import FunctionLibrary
 from engram_trt.export.stages.chain import DTYPE_NAMES
 
+FEW_KINDS = 2
+
 Job = tuple[Mapping[str, Any], ComputeConfig, Any, Mapping[str, Any]]
 
 _libraries: dict[tuple[str, torch.dtype], FunctionLibrary] = {}
@@ -34,11 +36,12 @@ def trace_kinds(
         exporter: receives the graphs.
         specs: stages about to be exported.
         progress: called with a kind when its graph is there.
-        max_workers: processes; the number of cores by default, none for a single kind.
+        max_workers: processes; the number of cores by default, none for a few kinds: starting one takes as long
+            as tracing one.
     """
     kinds = {spec.kind: spec for spec in specs if not exporter.has_graph(spec)}
     workers = min(max_workers or os.cpu_count() or 1, len(kinds))
-    if workers <= 1:
+    if workers <= 1 or len(kinds) <= FEW_KINDS:
         for kind, spec in kinds.items():
             exporter.graph(spec)
             progress(kind)

@@ -30,6 +30,10 @@ IR_VERSION = 10
 """The first with function overloads."""
 
 
+GraphCache = dict[tuple[object, ...], onnx.ModelProto]
+"""(what the graph depends on, kind) -> graph."""
+
+
 def ignore_progress(num_bytes: int) -> None:
     """For callers that show none."""
 
@@ -51,12 +55,21 @@ class StageExporter:
         source: config and weights.
         compute: dtype and roundings.
         token_map: [vocab_size] int64, for a model with Engram.
+        graphs: graphs that earlier exporters made; shared, and added to.
     """
 
-    def __init__(self, source: WeightSource, compute: ComputeConfig, token_map: Tensor | None) -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        compute: ComputeConfig,
+        token_map: Tensor | None,
+        graphs: GraphCache | None = None,
+    ) -> None:
         self.source, self.compute, self.token_map = source, compute, token_map
         self._functions = FunctionLibrary(source.config, DTYPE_NAMES[compute.dtype])
-        self._graphs: dict[str, onnx.ModelProto] = {}
+        self._graphs: GraphCache = {} if graphs is None else graphs
+        pad_id = None if token_map is None else int(token_map[source.config.engram_pad_id])
+        self._identity = (source.config.digest(), compute, pad_id)
 
     @property
     def config(self) -> ModelConfig:
@@ -64,18 +77,17 @@ class StageExporter:
 
     def has_graph(self, spec: StageSpec) -> bool:
         """Whether the graph of the stage's kind is there already."""
-        return spec.kind in self._graphs
+        return (*self._identity, spec.kind) in self._graphs
 
     def add_graph(self, spec: StageSpec, model: onnx.ModelProto) -> None:
         """Take a graph made elsewhere by `stage_graph`."""
-        self._graphs[spec.kind] = model
+        self._graphs[(*self._identity, spec.kind)] = model
 
     def graph(self, spec: StageSpec) -> onnx.ModelProto:
         """The graph of a stage's kind, weights still inputs; do not change it."""
-        if spec.kind not in self._graphs:
-            model = stage_graph(spec, self.config, self.compute, self.token_map, self._functions)
-            self._graphs[spec.kind] = model
-        return self._graphs[spec.kind]
+        if not self.has_graph(spec):
+            self.add_graph(spec, stage_graph(spec, self.config, self.compute, self.token_map, self._functions))
+        return self._graphs[(*self._identity, spec.kind)]
 
     def weights(self, spec: StageSpec) -> dict[str, StoredWeight]:
         """Every weight of a stage; values are made when its chunks are asked for."""

@@ -21,7 +21,7 @@ from engram_trt.export.checkpoint_source import CheckpointSource
 from engram_trt.export.graph_pool import trace_kinds
 from engram_trt.export.modeling.compute import ComputeConfig
 from engram_trt.export.modeling.weights import resident_tensor_names
-from engram_trt.export.onnx_export import StageExporter
+from engram_trt.export.onnx_export import GraphCache, StageExporter
 from engram_trt.export.provenance import stage_inputs_digest, tool_versions
 from engram_trt.export.residents import resident_records
 from engram_trt.export.stage_records import StageStore
@@ -69,11 +69,18 @@ class Progress:
     stage: Callable[[str, bool], None] = lambda name, reused: None
 
 
-def export_checkpoint(request: ExportRequest, progress: Progress | None = None) -> Manifest:
+def export_checkpoint(
+    request: ExportRequest, progress: Progress | None = None, graphs: GraphCache | None = None
+) -> Manifest:
     """Export a checkpoint; the artefact appears at `request.out` complete or not at all.
 
     Stages are written to a work folder beside `out` and recorded one by one, so that a second run continues
     where a killed one stopped, and takes over what has not changed from an older artefact.
+
+    Args:
+        request: what to export.
+        progress: callbacks.
+        graphs: graphs made by earlier calls in this process; added to.
 
     Raises:
         UserError: the checkpoint, the deployment or the disk does not allow it. What was there stays.
@@ -85,7 +92,7 @@ def export_checkpoint(request: ExportRequest, progress: Progress | None = None) 
     token_map = _token_map(checkpoint)
     ids = None if token_map is None else torch.from_numpy(token_map.ids.copy())
     compute = ComputeConfig.from_deployment(deployment)
-    exporter = StageExporter(CheckpointSource(checkpoint=checkpoint), compute, ids)
+    exporter = StageExporter(CheckpointSource(checkpoint=checkpoint), compute, ids, graphs)
     specs = _chosen(request, checkpoint, compute)
     digests = {
         spec.name: stage_inputs_digest(

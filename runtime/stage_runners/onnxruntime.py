@@ -89,13 +89,21 @@ class OnnxRuntimeBackend(Backend):
     Args:
         stage_files: stage name -> .onnx file.
         resident_arrays: supplies resident weights, once per tensor.
-        num_threads: threads shared by all sessions; 0 for one per core.
+        num_threads: threads of each session; 0 for one per core.
+        log_severity_level: of ONNX Runtime; 2 shows warnings, such as a state that was copied and not updated.
     """
 
     name = "onnxruntime"
 
-    def __init__(self, stage_files: Mapping[str, Path], resident_arrays: ResidentArrays, num_threads: int = 0) -> None:
-        self.stage_files, self.resident_arrays, self.num_threads = stage_files, resident_arrays, num_threads
+    def __init__(
+        self,
+        stage_files: Mapping[str, Path],
+        resident_arrays: ResidentArrays,
+        num_threads: int = 0,
+        log_severity_level: int = 3,
+    ) -> None:
+        self.stage_files, self.resident_arrays = stage_files, resident_arrays
+        self.num_threads, self.log_severity_level = num_threads, log_severity_level
         self._resident: dict[tuple[int | None, str], View] = {}
 
     def allocate(self, dtype: str, num_elements: int) -> Buffer:
@@ -113,7 +121,7 @@ class OnnxRuntimeBackend(Backend):
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = self.num_threads
-        options.log_severity_level = 3
+        options.log_severity_level = self.log_severity_level
         # A spinning pool per session would leave no core for the stage that runs.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         path = self.stage_files[spec.name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -201,7 +202,7 @@ def test_a_broken_step_leaves_the_session_as_it_was(
 
     key = next(key for key, value in session._chains.items() if value is chain)
     runs = (*chain.runs[:at_stage], (name, broken), *chain.runs[at_stage + 1 :])
-    session._chains[key] = type(chain)(runs=runs, inputs=chain.inputs, outputs=chain.outputs)
+    session._chains[key] = replace(chain, runs=runs)
     with pytest.raises(failure):
         session.step({row: ids[11:18]}, "all")
     assert session.length(row) == 11

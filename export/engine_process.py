@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,7 +14,7 @@ from typing import Literal
 _POLL_SECONDS = 0.05
 _KIB = 1024
 
-Outcome = Literal["ended", "memory", "time"]
+Outcome = Literal["ended", "memory", "time", "stopped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Finished:
     """How a process ended.
 
     Attributes:
-        outcome: by itself, or stopped for its memory or its time.
+        outcome: by itself, or killed for its memory, its time, or because another failed.
         code: exit status; negative for a signal.
         peak_bytes: largest resident memory seen.
         seconds: wall time.
@@ -43,7 +43,12 @@ class Finished:
 
 
 def run_limited(
-    module: str, arguments: Sequence[str], output: Path, limits: Limits, environment: Mapping[str, str]
+    module: str,
+    arguments: Sequence[str],
+    output: Path,
+    limits: Limits,
+    environment: Mapping[str, str],
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Finished:
     """Run `python -m module` and wait for it.
 
@@ -54,6 +59,7 @@ def run_limited(
         limits: beyond which it is killed. Memory is watched, not capped by the kernel: a GPU driver reserves
             address space far beyond what it uses.
         environment: added to this process's own.
+        stopped: asked while waiting; True ends the process early.
     """
     started = time.monotonic()
     command = [sys.executable, "-m", module, *arguments]
@@ -61,7 +67,8 @@ def run_limited(
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env={**os.environ, **environment}
         )
-    peak, outcome = 0, "ended"
+    peak = 0
+    outcome: Outcome = "ended"
     try:
         while process.poll() is None:
             peak = max(peak, _resident_bytes(process.pid))
@@ -69,6 +76,8 @@ def run_limited(
                 outcome = "memory"
             elif time.monotonic() - started > limits.seconds:
                 outcome = "time"
+            elif stopped():
+                outcome = "stopped"
             if outcome != "ended":
                 break
             time.sleep(_POLL_SECONDS)
@@ -77,12 +86,7 @@ def run_limited(
         if process.poll() is None:
             process.kill()
         code = process.wait()
-    return Finished(
-        outcome="memory" if outcome == "memory" else "time" if outcome == "time" else "ended",
-        code=code,
-        peak_bytes=peak,
-        seconds=time.monotonic() - started,
-    )
+    return Finished(outcome=outcome, code=code, peak_bytes=peak, seconds=time.monotonic() - started)
 
 
 def _resident_bytes(pid: int) -> int:

@@ -65,6 +65,7 @@ class OpPlugin:
         workspace_shapes: inputs at their largest, attributes, SM -> inputs among whose plans is the one with the
             largest workspace; by default the largest inputs have it.
         needs_variant: whether a node with these attributes can launch a variant.
+        stage_buffers: kernel arguments, besides the contract's tensors, that have the stage's dtype.
     """
 
     planner: Planner
@@ -73,6 +74,7 @@ class OpPlugin:
     output_types: Callable[[Attributes], Mapping[str, str]] = _nothing
     workspace_shapes: Callable[[Inputs, Attributes, int], Iterable[Inputs]] = _as_they_are
     needs_variant: Callable[[Variant, Attributes], bool] = _always
+    stage_buffers: tuple[str, ...] = ()
 
     @property
     def spec(self) -> PluginSpec:
@@ -179,12 +181,14 @@ class OpPlugin:
     def _fits_dtype(self, variant: Variant, dtype: str, num_inputs: int) -> bool:
         packed = num_inputs == len(self.spec.inputs)
         meaning = {"T": dtype, "W": "int8" if packed else dtype}
-        operands = {operand.name: operand for operand in (*self.spec.inputs, *self.spec.outputs)}
-        return all(
-            kind == f"*{TRITON_NAME[meaning[operands[name].dtype]]}"
+        kinds = {operand.name: operand.dtype for operand in (*self.spec.inputs, *self.spec.outputs)}
+        kinds |= {name: "T" for name in self.stage_buffers}
+        typed = all(
+            kind == f"*{TRITON_NAME[meaning[kinds[name]]]}"
             for name, kind in variant.signature
-            if name in operands and operands[name].dtype in meaning
+            if kinds.get(name) in meaning
         )
+        return typed and dict(variant.constants).get("PACKED", packed) == packed
 
 
 def read_fields(spec: PluginSpec, fields: Mapping[str, tuple[str, Sequence[float]]]) -> dict[str, AttributeValue]:

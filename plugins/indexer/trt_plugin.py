@@ -6,12 +6,11 @@ from collections.abc import Iterable
 
 from engram_trt.plugins.indexer.launch import PLANNER
 from engram_trt.plugins.indexer.spec import CANDIDATE_SOURCE, CANDIDATE_USER, SPEC
+from engram_trt.plugins.indexer.variants import sort_variant
 from engram_trt.plugins.kernels.checks import Inputs, info
 from engram_trt.plugins.kernels.plan import Variant
 from engram_trt.plugins.kernels.planner import Attributes
 from engram_trt.plugins.trt_contract import OpPlugin, with_extents
-
-_OF_CANDIDATES = ("sort_candidates_kernel", "candidate_scores_kernel")
 
 
 def num_outputs(attributes: Attributes) -> int:
@@ -32,11 +31,10 @@ def needs_variant(variant: Variant, attributes: Attributes) -> bool:
         return attributes["role"] == CANDIDATE_SOURCE
     if variant.function == "index_scores_kernel":
         return attributes["role"] != CANDIDATE_USER
-    if variant.function not in _OF_CANDIDATES:
-        return True
-    block = dict(variant.constants).get("BLOCK_CANDIDATES")
-    fits = block is None or int(attributes["candidate_topk_blocks"]) <= int(block)
-    return attributes["role"] == CANDIDATE_USER and fits
+    if variant.function == "sort_candidates_kernel":
+        length = int(attributes["candidate_topk_blocks"])
+        return attributes["role"] == CANDIDATE_USER and variant == sort_variant(length)
+    return variant.function != "candidate_scores_kernel" or attributes["role"] == CANDIDATE_USER
 
 
 PLUGIN = OpPlugin(

@@ -13,4 +13,8 @@ def needs_variant(variant: Variant, attributes: Attributes) -> bool:
     return dict(variant.constants).get("FORMAT", attributes["activation_format"]) == attributes["activation_format"]
 
 
-PLUGIN = OpPlugin(planner=PLANNER, needs_variant=needs_variant)
+PLUGIN = OpPlugin(
+    planner=PLANNER,
+    needs_variant=needs_variant,
+    stage_buffers=("activations", "hidden", "expert_outputs"),
+)

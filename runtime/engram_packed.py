@@ -149,10 +149,10 @@ def pack_records(header: PackedHeader, rows: Bytes, scales: Bytes) -> Bytes:
     count, per_page, width = rows.shape[0], header.rows_per_page, header.row_bytes
     num_pages = -(-count // per_page)
     pages = np.zeros((num_pages, PAGE), dtype=np.uint8)
-    records = pages[:, : per_page * header.shape.record_bytes].reshape(num_pages, per_page, -1)
+    records = pages[:, : per_page * header.shape.record_bytes].reshape(num_pages, per_page, header.shape.record_bytes)
     full = count // per_page
     for source, columns in ((rows, slice(0, width)), (scales, slice(width, None))):
-        records[:full, :, columns] = source[: full * per_page].reshape(full, per_page, -1)
+        records[:full, :, columns] = source[: full * per_page].reshape(full, per_page, source.shape[1])
         records[full:, : count - full * per_page, columns] = source[full * per_page :]
     return pages
 

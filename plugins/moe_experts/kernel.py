@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engram_trt.plugins.kernels.fp4_unpacking import SUM_FACTOR, UNPACK_FP4_ASM, unpacking_factor
 from engram_trt.plugins.kernels.rounding import (
     cast_to_dtype,
     decode_e2m1,
@@ -84,7 +85,8 @@ def _prepare_row(
     x = tl.load(ffn_in + row * dim + column, mask=mask, other=0.0).to(tl.float32)
     if FORMAT >= 0:
         x = quantize_dequantize_groups(x, FORMAT)
-    place = (column % 2) * (dim // 2) + column // 2 if PACKED else column
+    PERMUTED: tl.constexpr = activations.dtype.element_ty == tl.bfloat16
+    place = _plane_column(column, dim // 2, PERMUTED) if PACKED else column
     tl.store(activations + row * dim + place, cast_to_dtype(x, activations.dtype.element_ty, INTERPRET), mask=mask)
 
 
@@ -186,19 +188,53 @@ def group_by_expert_kernel(
 
 
 @triton.jit
+def _plane_column(column, half, PERMUTED: tl.constexpr):
+    """Where an input column lies in a prepared row: even columns first, then odd ones, in the order of `_unpack`."""
+    byte = column // 2
+    if PERMUTED:
+        # In each four bytes the second and third change places.
+        byte = (byte & -4) | ((byte & 1) << 1) | ((byte >> 1) & 1)
+    return (column % 2) * half + byte
+
+
+@triton.jit
 def _unpack(codes, scales, TARGET: tl.constexpr, INTERPRET: tl.constexpr):
     """Even and odd columns of packed weights: codes [n, k] int8, scales [n, k/16] int8 -> two [n, k] TARGET.
 
-    Values times scales are exact in bfloat16.
+    Values times scales are exact in bfloat16. For bfloat16 the middle two of each four columns are swapped, which
+    lets two codes at a time be unpacked in one register, and compiled code leaves a factor to `_finish`. The
+    interpreter knows no machine instructions: it decodes code by code.
     """
     n: tl.constexpr = codes.shape[0]
     k: tl.constexpr = codes.shape[1]
-    scale = decode_e8m0(scales.to(tl.int32) & 255)
-    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (n, k // 16, 16)), (n, k))
-    word = codes.to(tl.int32)
-    low = decode_e2m1(word) * scale
-    high = decode_e2m1(word >> 4) * scale
-    return cast_to_dtype(low, TARGET, INTERPRET), cast_to_dtype(high, TARGET, INTERPRET)
+    if tl.float32 == TARGET or INTERPRET:
+        scale = decode_e8m0(scales.to(tl.int32) & 255)
+        scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (n, k // 16, 16)), (n, k))
+        word = codes.to(tl.int32)
+        even = cast_to_dtype(decode_e2m1(word) * scale, TARGET, INTERPRET)
+        odd = cast_to_dtype(decode_e2m1(word >> 4) * scale, TARGET, INTERPRET)
+        if tl.bfloat16 == TARGET:
+            even = tl.reshape(tl.permute(tl.reshape(even, (n, k // 4, 2, 2)), (0, 1, 3, 2)), (n, k))
+            odd = tl.reshape(tl.permute(tl.reshape(odd, (n, k // 4, 2, 2)), (0, 1, 3, 2)), (n, k))
+    else:
+        factor = unpacking_factor(scales.to(tl.int32) & 255)
+        factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (n, k // 16, 16)), (n, k))
+        even, odd = tl.inline_asm_elementwise(
+            UNPACK_FP4_ASM,
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [codes, factor],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    return even, odd
+
+
+@triton.jit
+def _finish(total, T: tl.constexpr, PACKED: tl.constexpr, INTERPRET: tl.constexpr):
+    """Sums of products with the weights that `_unpack` gives, put to their scale and rounded to T."""
+    scaled = total * SUM_FACTOR if PACKED and tl.bfloat16 == T and not INTERPRET else total
+    return round_to_dtype(scaled, T, INTERPRET)
 
 
 @triton.jit
@@ -336,8 +372,8 @@ def expert_up_kernel(
             PRECISION,
             INTERPRET,
         )
-    gate = round_to_dtype(gate, T, INTERPRET)
-    up = round_to_dtype(up, T, INTERPRET)
+    gate = _finish(gate, T, PACKED, INTERPRET)
+    up = _finish(up, T, PACKED, INTERPRET)
     if swiglu_limit > 0:
         gate = tl.minimum(gate, swiglu_limit)
         up = tl.minimum(tl.maximum(up, -swiglu_limit), swiglu_limit)
@@ -348,7 +384,7 @@ def expert_up_kernel(
         GROUPS: tl.constexpr = BLOCK_TOKENS * BLOCK_ROWS // GROUP
         value = quantize_dequantize_groups(tl.reshape(value, (GROUPS, GROUP)), FORMAT)
         value = tl.reshape(value, (BLOCK_TOKENS, BLOCK_ROWS))
-    column = (row % 2) * (inter // 2) + row // 2 if PACKED else row
+    column = _plane_column(row, inter // 2, tl.bfloat16 == T) if PACKED else row
     target = hidden + place.to(tl.int64)[:, None] * inter + column[None, :]
     tl.store(target, cast_to_dtype(value, T, INTERPRET), mask=live[:, None] & row_used[None, :])
 
@@ -407,7 +443,11 @@ def expert_down_kernel(
             INTERPRET,
         )
     target = expert_outputs + pair.to(tl.int64)[:, None] * dim + row[None, :]
-    tl.store(target, cast_to_dtype(tl.trans(total), T, INTERPRET), mask=live[:, None] & row_used[None, :])
+    tl.store(
+        target,
+        cast_to_dtype(tl.trans(_finish(total, T, PACKED, INTERPRET)), T, INTERPRET),
+        mask=live[:, None] & row_used[None, :],
+    )
 
 
 @triton.jit(do_not_specialize=["dim", "activated"])

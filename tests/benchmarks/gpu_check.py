@@ -398,7 +398,8 @@ def timed(case: Case) -> float:
         # Other rows each time: the rows of one call would stay in the L2.
         rows = case.tensors["engram_rows"]
         ids = case.tensors["engram_ids"]
-        assert rows is not None and ids is not None
+        assert rows is not None
+        assert ids is not None
         drawn = [dict(case.tensors, engram_ids=integers(0, rows.shape[0], *ids.shape)) for _ in range(64)]
         turns = [partial(run_case, dataclasses.replace(case, tensors=tensors)) for tensors in drawn]
         return median_ms(*turns)

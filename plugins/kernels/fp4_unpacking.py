@@ -7,7 +7,6 @@ small: the missing factor would not fit into bfloat16, so the finished sums are 
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 SUM_FACTOR = tl.constexpr(4294967296.0)
@@ -52,10 +51,3 @@ UNPACK_FP4_ASM = tl.constexpr(
 Bytes come out in the order 0, 2, 1, 3. Adding -0 makes the fused product a plain one on every target. Outputs are
 written while inputs are still read, so their constraints are early clobbers.
 """
-
-
-@triton.jit
-def unpacking_factor(byte):
-    """bfloat16 factor of a code's bits for an E8M0 byte: 2^(byte-1) / 2^32; NaN for a scale that does not fit."""
-    bits = tl.where(byte > LARGEST_EXPONENT, 0x7FC0, (byte + 94) << 7)
-    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engram_trt.plugins.kernels.fp4_unpacking import SUM_FACTOR, UNPACK_FP4_ASM, unpacking_factor
+from engram_trt.plugins.kernels.fp4_unpacking import LARGEST_EXPONENT, SUM_FACTOR, UNPACK_FP4_ASM
 from engram_trt.plugins.kernels.rounding import (
     cast_to_dtype,
     decode_e2m1,
@@ -198,6 +198,13 @@ def _plane_column(column, half, PERMUTED: tl.constexpr):
 
 
 @triton.jit
+def _unpacking_factor(byte):
+    """bfloat16 factor of a code's bits for an E8M0 byte: 2^(byte-1) / 2^32; NaN for a scale that does not fit."""
+    bits = tl.where(byte > LARGEST_EXPONENT, 0x7FC0, (byte + 94) << 7)
+    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def _unpack(codes, scales, TARGET: tl.constexpr, INTERPRET: tl.constexpr):
     """Even and odd columns of packed weights: codes [n, k] int8, scales [n, k/16] int8 -> two [n, k] TARGET.
 
@@ -217,7 +224,7 @@ def _unpack(codes, scales, TARGET: tl.constexpr, INTERPRET: tl.constexpr):
             even = tl.reshape(tl.permute(tl.reshape(even, (n, k // 4, 2, 2)), (0, 1, 3, 2)), (n, k))
             odd = tl.reshape(tl.permute(tl.reshape(odd, (n, k // 4, 2, 2)), (0, 1, 3, 2)), (n, k))
     else:
-        factor = unpacking_factor(scales.to(tl.int32) & 255)
+        factor = _unpacking_factor(scales.to(tl.int32) & 255)
         factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (n, k // 16, 16)), (n, k))
         even, odd = tl.inline_asm_elementwise(
             UNPACK_FP4_ASM,

@@ -21,7 +21,7 @@ MAX_ATTENTION_HEAD_DIM = 256
 
 _T = onnx.TensorProto
 _FP8 = (_T.FLOAT8E4M3FN, _T.FLOAT8E4M3FNUZ, _T.FLOAT8E5M2, _T.FLOAT8E5M2FNUZ)
-_REFUSED_TENSORS = {
+_REFUSED_TENSORS: Mapping[int, str] = {
     _T.UINT8: "carry the bytes as an INT8 view",
     _T.FLOAT8E8M0: "carry the scales as an INT8 view, or as float32 powers of two",
     _T.UINT64: "use INT64",

@@ -20,7 +20,7 @@ BLOCK_ROWS = 32
 """Rows a program has in flight."""
 
 BLOCK_DIM = 256
-DTYPE_OF_ONNX = {1: "float32", 16: "bfloat16"}
+DTYPE_OF_ONNX = {ONNX_FLOAT: "float32", ONNX_BFLOAT16: "bfloat16"}
 """By ONNX data type number. Not taken from `float_tables`, which needs torch."""
 
 

@@ -8,6 +8,7 @@ NaN or the largest integer, so an output or workspace element that a kernel fail
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -86,6 +87,57 @@ def child_options(options: Mapping[str, int]) -> None:
             raise ValueError(f"no option {name}")
 
 
+def gather_shards(tensors: dict[str, Tensor], attributes: dict[str, int]) -> dict[str, Tensor]:
+    """`EngramGather` from shards at addresses; the table is cut into shards of `shard_rows`."""
+    from engram_trt.plugins.engram_gather.launch import plan_shards
+    from engram_trt.plugins.kernels.launcher import execute
+
+    ids, rows, scales = tensors["engram_ids"], tensors["engram_rows"], tensors["engram_scales"]
+    shards = [[part.clone() for part in table.split(attributes["shard_rows"])] for table in (rows, scales)]
+    output = torch.full((ids.numel(), rows.shape[1]), float("nan"))
+    plan = plan_shards(ids.numel(), rows.shape[0], attributes["shard_rows"], rows.shape[1], "float32")
+    named = {
+        "engram_ids": ids,
+        "row_addresses": torch.tensor([shard.data_ptr() for shard in shards[0]]),
+        "scale_addresses": torch.tensor([shard.data_ptr() for shard in shards[1]]),
+        "embeddings": output,
+    }
+    execute(plan, named, torch.device("cpu"), interpret=True)
+    return {"embeddings": output}
+
+
+def gather_sparse_table(tensors: dict[str, Tensor], attributes: dict[str, int]) -> dict[str, Tensor]:
+    """`EngramGather` from a table of released size: address space in which only the rows asked for are memory."""
+    from engram_trt.plugins.engram_gather.launch import plan_shards
+    from engram_trt.plugins.kernels.launcher import execute
+
+    ids, table_rows = tensors["engram_ids"], attributes["table_rows"]
+    spaces: list[Tensor] = []
+    for name in ("engram_rows", "engram_scales"):
+        values = tensors[name]
+        size = table_rows * values.shape[1]
+        with tempfile.TemporaryFile() as file:
+            file.truncate(size)  # a hole: it takes no space until written
+            whole = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.int8)
+        spaces.append(whole)  # mapped as long as it is referred to
+        for row, value in zip(ids.tolist(), values, strict=True):
+            whole[row * values.shape[1] : (row + 1) * values.shape[1]] = value
+    output = torch.full((ids.numel(), tensors["engram_rows"].shape[1]), float("nan"))
+    plan = plan_shards(ids.numel(), table_rows, table_rows, output.shape[1], "float32")
+    named = {
+        "engram_ids": ids,
+        "row_addresses": torch.tensor([spaces[0].data_ptr()]),
+        "scale_addresses": torch.tensor([spaces[1].data_ptr()]),
+        "embeddings": output,
+    }
+    execute(plan, named, torch.device("cpu"), interpret=True)
+    return {"embeddings": output}
+
+
+SPECIAL_CALLS = {"EngramGather from shards": gather_shards, "EngramGather, sparse table": gather_sparse_table}
+"""Calls that need device addresses, which the parent cannot know."""
+
+
 def answer_call(request: dict[str, Any]) -> None:
     """Serve one call in the child."""
     from engram_trt.plugins.kernels.launcher import launch_interpreted
@@ -94,7 +146,11 @@ def answer_call(request: dict[str, Any]) -> None:
     loaded = load_file(f"{request['base']}.in")
     tensors: dict[str, Tensor | None] = {name: tensor.clone() for name, tensor in loaded.items()}
     child_options(request["options"])
-    results = launch_interpreted(request["op"], tensors, request["attributes"], sm=request["sm"])
+    if request["op"] in SPECIAL_CALLS:
+        present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        results = SPECIAL_CALLS[request["op"]](present, request["attributes"])
+    else:
+        results = launch_interpreted(request["op"], tensors, request["attributes"], sm=request["sm"])
     save_file({name: tensor.contiguous() for name, tensor in results.items()}, f"{request['base']}.out")
 
 

@@ -103,6 +103,44 @@ def test_engram_gather_gives_zeros_outside_the_table(interpreter: Any) -> None:
     assert result.reshape(5, 32).sum(1).tolist() == [32, 0, 0, 0, 32]
 
 
+def test_engram_gather_from_shards(interpreter: Any) -> None:
+    draw = random(11)
+    rows = torch.randint(-128, 127, (25, 64), generator=draw).to(torch.int8)
+    scales = torch.randint(100, 127, (25, 2), generator=draw).to(torch.int8)
+    ids = torch.tensor([0, 9, 10, 19, 20, 24, 25, -1])
+    tensors = {"engram_ids": ids, "engram_rows": rows, "engram_scales": scales}
+    result = interpreter.run("EngramGather from shards", tensors, {"shard_rows": 10})["embeddings"]
+    expected = engram_gather.engram_gather(ids[:6].reshape(1, 1, -1), rows, scales, 1).reshape(6, 64)
+    torch.testing.assert_close(result[:6], expected, rtol=0, atol=0, equal_nan=True)
+    assert not bool(result[6:].any())
+
+
+def test_engram_gather_addresses_need_64_bits(interpreter: Any) -> None:
+    """Rows on either side of 2^31 bytes, and the last one of the larger released table."""
+    table_rows = 384_016_682
+    ids = torch.tensor([0, 8_388_607, 8_388_608, 268_435_456, table_rows - 1])
+    draw = random(12)
+    rows = torch.randint(-127, 126, (5, 256), generator=draw).to(torch.int8)
+    scales = torch.randint(100, 127, (5, 8), generator=draw).to(torch.int8)
+    tensors = {"engram_ids": ids, "engram_rows": rows, "engram_scales": scales}
+    result = interpreter.run("EngramGather, sparse table", tensors, {"table_rows": table_rows})["embeddings"]
+    expected = engram_gather.engram_gather(torch.arange(5).reshape(1, 1, -1), rows, scales, 1).reshape(5, 256)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.large
+def test_engram_gather_from_one_table_beyond_2_31_bytes(interpreter: Any) -> None:
+    rows = torch.zeros(8_388_609, 256, dtype=torch.int8)
+    rows[8_388_607], rows[8_388_608] = 0x38, 0x40  # 1.0 and 2.0
+    tensors = {
+        "engram_ids": torch.tensor([[[8_388_607, 8_388_608, 0]]]),
+        "engram_rows": rows,
+        "engram_scales": torch.full((8_388_609, 8), 127, dtype=torch.int8),
+    }
+    result = interpreter.run("EngramGather", tensors, {"out_dtype": 1})["embeddings"].reshape(3, 256)
+    assert result.unique(dim=1).flatten().tolist() == [1.0, 2.0, 0.0]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("streams", "dim"), [(4, 320), (2, 16), (3, 32)])
 def test_hyper_connection_mix(interpreter: Any, dtype: torch.dtype, streams: int, dim: int) -> None:

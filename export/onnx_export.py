@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.tensors import StageSpec
+from engram_trt.export.graph_store import GraphStore
 from engram_trt.export.modeling.compute import ComputeConfig
 from engram_trt.export.modeling.weights import WeightSource, dense_chunks
 from engram_trt.export.passes.cleanup import drop_untyped_values
 from engram_trt.export.passes.functions import FunctionLibrary
 from engram_trt.export.passes.weights import StoredWeight, externalize
+from engram_trt.export.provenance import graph_key
 from engram_trt.export.stages.chain import (
     DTYPE_NAMES,
     computed_weights,
@@ -28,10 +30,6 @@ from engram_trt.export.tracing import trace_stage, weight_tensors
 
 IR_VERSION = 10
 """The first with function overloads."""
-
-
-GraphCache = dict[tuple[object, ...], onnx.ModelProto]
-"""(what the graph depends on, kind) -> graph."""
 
 
 def ignore_progress(num_bytes: int) -> None:
@@ -55,7 +53,7 @@ class StageExporter:
         source: config and weights.
         compute: dtype and roundings.
         token_map: [vocab_size] int64, for a model with Engram.
-        graphs: graphs that earlier exporters made; shared, and added to.
+        graphs: graphs that earlier exporters made; added to. In memory only by default.
     """
 
     def __init__(
@@ -63,13 +61,11 @@ class StageExporter:
         source: WeightSource,
         compute: ComputeConfig,
         token_map: Tensor | None,
-        graphs: GraphCache | None = None,
+        graphs: GraphStore | None = None,
     ) -> None:
         self.source, self.compute, self.token_map = source, compute, token_map
         self._functions = FunctionLibrary(source.config, DTYPE_NAMES[compute.dtype])
-        self._graphs: GraphCache = {} if graphs is None else graphs
-        pad_id = None if token_map is None else int(token_map[source.config.engram_pad_id])
-        self._identity = (source.config.digest(), compute, pad_id)
+        self._graphs = graphs or GraphStore(None)
 
     @property
     def config(self) -> ModelConfig:
@@ -77,17 +73,23 @@ class StageExporter:
 
     def has_graph(self, spec: StageSpec) -> bool:
         """Whether the graph of the stage's kind is there already."""
-        return (*self._identity, spec.kind) in self._graphs
+        return self._graphs.find(self._key(spec)) is not None
 
     def add_graph(self, spec: StageSpec, model: onnx.ModelProto) -> None:
         """Take a graph made elsewhere by `stage_graph`."""
-        self._graphs[(*self._identity, spec.kind)] = model
+        self._graphs.add(self._key(spec), model)
 
     def graph(self, spec: StageSpec) -> onnx.ModelProto:
         """The graph of a stage's kind, weights still inputs; do not change it."""
-        if not self.has_graph(spec):
-            self.add_graph(spec, stage_graph(spec, self.config, self.compute, self.token_map, self._functions))
-        return self._graphs[(*self._identity, spec.kind)]
+        found = self._graphs.find(self._key(spec))
+        if found is None:
+            found = stage_graph(spec, self.config, self.compute, self.token_map, self._functions)
+            self.add_graph(spec, found)
+        return found
+
+    def _key(self, spec: StageSpec) -> str:
+        pad_id = None if self.token_map is None else int(self.token_map[self.config.engram_pad_id])
+        return graph_key(spec, self.config, self.compute, pad_id)
 
     def weights(self, spec: StageSpec) -> dict[str, StoredWeight]:
         """Every weight of a stage; values are made when its chunks are asked for."""

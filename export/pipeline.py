@@ -19,9 +19,10 @@ from engram_trt.configs.errors import ArtifactError, RequestError
 from engram_trt.configs.tensors import StageSpec
 from engram_trt.export.checkpoint_source import CheckpointSource
 from engram_trt.export.graph_pool import trace_kinds
+from engram_trt.export.graph_store import GraphStore, default_folder
 from engram_trt.export.modeling.compute import ComputeConfig
 from engram_trt.export.modeling.weights import resident_tensor_names
-from engram_trt.export.onnx_export import GraphCache, StageExporter
+from engram_trt.export.onnx_export import StageExporter
 from engram_trt.export.provenance import stage_inputs_digest, tool_versions
 from engram_trt.export.residents import resident_records
 from engram_trt.export.stage_records import StageStore
@@ -70,7 +71,7 @@ class Progress:
 
 
 def export_checkpoint(
-    request: ExportRequest, progress: Progress | None = None, graphs: GraphCache | None = None
+    request: ExportRequest, progress: Progress | None = None, graphs: GraphStore | None = None
 ) -> Manifest:
     """Export a checkpoint; the artefact appears at `request.out` complete or not at all.
 
@@ -80,7 +81,7 @@ def export_checkpoint(
     Args:
         request: what to export.
         progress: callbacks.
-        graphs: graphs made by earlier calls in this process; added to.
+        graphs: where traced graphs are kept; the user's cache folder by default.
 
     Raises:
         UserError: the checkpoint, the deployment or the disk does not allow it. What was there stays.
@@ -92,7 +93,9 @@ def export_checkpoint(
     token_map = _token_map(checkpoint)
     ids = None if token_map is None else torch.from_numpy(token_map.ids.copy())
     compute = ComputeConfig.from_deployment(deployment)
-    exporter = StageExporter(CheckpointSource(checkpoint=checkpoint), compute, ids, graphs)
+    exporter = StageExporter(
+        CheckpointSource(checkpoint=checkpoint), compute, ids, graphs or GraphStore(default_folder())
+    )
     specs = _chosen(request, checkpoint, compute)
     digests = {
         spec.name: stage_inputs_digest(

@@ -10,7 +10,10 @@ from pathlib import Path
 from engram_trt.configs.artifact import document_digest
 from engram_trt.configs.checkpoint import Checkpoint
 from engram_trt.configs.deployment import DeploymentConfig
+from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.tensors import StageSpec
+from engram_trt.export.modeling.compute import ComputeConfig
+from engram_trt.plugins import spec as plugin_spec
 from engram_trt.plugins.onnx_translation import OPSET
 
 TOOLS = ("engram-trt", "torch", "onnx", "onnx-ir", "onnxscript")
@@ -21,17 +24,53 @@ def tool_versions() -> dict[str, str]:
     return {**{name: version(name) for name in TOOLS}, "opset": str(OPSET)}
 
 
+GRAPH_SOURCES = {
+    "export": ("modeling/*.py", "stages/*.py", "passes/cleanup.py", "passes/functions.py", "tracing.py"),
+    "plugins": (
+        "*/spec.py",
+        "*/reference.py",
+        "*/torch_op.py",
+        "*/onnx_op.py",
+        "onnx_*.py",
+        "float_tables.py",
+        "primitives.py",
+        "spec.py",
+    ),
+}
+"""Sources that decide what a traced graph looks like."""
+
+WEIGHT_SOURCES = {"export": ("onnx_export.py", "passes/weights.py")}
+"""Sources that, besides, decide what a stage's data file looks like."""
+
+
 @cache
-def code_digest() -> str:
-    """SHA-256 over the sources of `export` and `plugins`: a changed model is a changed stage."""
+def _sources_digest(*, with_weights: bool) -> str:
     digest = hashlib.sha256()
-    export = Path(__file__).resolve().parent
-    plugins = Path(str(__import__("engram_trt.plugins", fromlist=["__file__"]).__file__)).resolve().parent
-    for root in (export, plugins):
-        for path in sorted(root.rglob("*.py")):
-            digest.update(path.relative_to(root).as_posix().encode())
-            digest.update(path.read_bytes())
+    roots = {"export": Path(__file__).parent, "plugins": Path(plugin_spec.__file__).parent}
+    groups = [GRAPH_SOURCES, WEIGHT_SOURCES] if with_weights else [GRAPH_SOURCES]
+    files = {
+        path for group in groups for root, globs in group.items() for glob in globs for path in roots[root].glob(glob)
+    }
+    for path in sorted(files):
+        digest.update(f"{path.parent.name}/{path.name}".encode())
+        digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def graph_key(spec: StageSpec, config: ModelConfig, compute: ComputeConfig, pad_id: int | None) -> str:
+    """Digest of everything a kind's graph depends on: no weight, no layer id, no limit."""
+    bindings = [[item.name, item.dtype, list(item.shape)] for item in (*spec.inputs, *spec.outputs)]
+    return document_digest(
+        {
+            "kind": spec.kind,
+            "bindings": bindings,
+            "model": config.digest(),
+            "compute": [str(compute.dtype), compute.activation_quantization, compute.cache_quantization],
+            "pad_id": pad_id,
+            "tools": tool_versions(),
+            "code": _sources_digest(with_weights=False),
+        }
+    )
 
 
 def stage_inputs_digest(
@@ -52,6 +91,6 @@ def stage_inputs_digest(
             "token_map": token_map_digest,
             "weights": weights,
             "tools": tool_versions(),
-            "code": code_digest(),
+            "code": _sources_digest(with_weights=True),
         }
     )

@@ -18,7 +18,7 @@ from engram_trt.configs.deployment import DeploymentConfig
 from engram_trt.configs.errors import ArtifactError, RequestError
 from engram_trt.configs.limits import Limits
 from engram_trt.export import pipeline
-from engram_trt.export.onnx_export import GraphCache
+from engram_trt.export.graph_store import GraphStore
 from engram_trt.export.pipeline import ExportRequest, Progress, export_checkpoint
 
 STAGES = ("engram_hash", "head")
@@ -42,7 +42,7 @@ main(["export", sys.argv[1], "--out", sys.argv[2], "--stages", sys.argv[3], "--n
 """
 """The command, killed when the first stage is done and the second begins."""
 
-GRAPHS: GraphCache = {}
+GRAPHS = GraphStore(None)
 """Traced once for all tests of this file."""
 
 

@@ -12,6 +12,7 @@ from engram_trt.configs.errors import BackendError
 from engram_trt.configs.tensors import StageSpec, TensorSpec
 from engram_trt.export.engine_model import DenseWeight, PluginNode
 from engram_trt.plugins.tensorrt_api import TensorRT
+from engram_trt.plugins.trt_plugins import plugin_of
 
 _LAYER = re.compile(
     r"^Name: (.*?), LayerType: (.*?), Inputs: (.*?), (?:Constants: .*?, )?Outputs: (.*?)(?:, TacticName|$)"
@@ -92,6 +93,26 @@ def check_plugins(stage: str, network: Network, nodes: Sequence[PluginNode]) -> 
                 expected=f"one plugin layer {node.op}",
                 remedy="Give the node plugin_namespace and plugin_version: export again with this version.",
             )
+
+
+def check_plugin_types(stage: str, network: Network, nodes: Sequence[PluginNode]) -> None:
+    """Every plugin gets the dtypes of its contract; the builder itself only says that no format fits, or crashes.
+
+    Raises:
+        BuildError: naming node, tensor, and the dtype found and expected.
+    """
+    for node in nodes:
+        layer, _ = network.plugins[node.outputs[0]]
+        dtypes = [network.api.dtype_name(layer.get_input(n).dtype) for n in range(layer.num_inputs)]
+        for position in range(len(dtypes)):
+            refusal = plugin_of(node.op).accepts(position, dtypes[: position + 1], len(dtypes), node.attributes)
+            if refusal is not None:
+                raise BuildError(
+                    f"{stage}: node {node.name}",
+                    found=refusal,
+                    expected="the dtypes of the op's contract",
+                    remedy="Export the checkpoint again with this version.",
+                )
 
 
 def check_configured(stage: str, nodes: Sequence[PluginNode], configured: Iterable[tuple[str, str]]) -> None:

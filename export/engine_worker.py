@@ -32,6 +32,7 @@ from engram_trt.export.engine_network import (
     check_log,
     check_no_cache_copied,
     check_plan_plugins,
+    check_plugin_types,
     check_plugins,
     plan_layers,
 )
@@ -95,6 +96,7 @@ def build_plan(job: EngineJob) -> BuiltPlan:
     require_parser(api)
     log = BuildLog(folder / LOG_NAME)
     host = register_plugins(api, sms=job.targets)
+    host.on_refusal = lambda reason: print(reason, file=sys.stderr, flush=True)
     if job.kernels is not None:
         _attach_kernels(job, host)
     trt = api.module
@@ -109,6 +111,7 @@ def build_plan(job: EngineJob) -> BuiltPlan:
         raise _refused(job, "parser", [*host.refusals, *errors])
     network = Network(api, definition)
     check_plugins(stage.name, network, nodes)
+    check_plugin_types(stage.name, network, nodes)
     check_bindings(stage, network, weights)
     config = _config(job, api, builder, weights)
     started = perf_counter()

@@ -6,7 +6,7 @@ that does not need TensorRT is in `trt_contract.py` and `trt_launch.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ class PluginHost:
         launcher: runs kernels; None where only plans are built.
         configured: (op, node) as often as the builder configured it.
         refusals: why plugins refused something, in words; TensorRT reports only that they did.
+        on_refusal: hears of each at once, for a refusal can end in a crash of the builder.
     """
 
     api: TensorRT
@@ -37,6 +38,12 @@ class PluginHost:
     launcher: KernelLauncher | None = None
     configured: list[tuple[str, str]] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
+    on_refusal: Callable[[str], None] = lambda reason: None
+
+    def refuse(self, reason: str) -> None:
+        """Note why a plugin refuses something."""
+        self.refusals.append(reason)
+        self.on_refusal(reason)
 
 
 class _Algebra:
@@ -70,7 +77,7 @@ def creator_of(host: PluginHost, op: OpPlugin) -> Any:
             try:
                 attributes = read_fields(op.spec, {item.name: _field(trt, item) for item in fields})
             except UserError as error:
-                host.refusals.append(f"node {name}: {error}")
+                host.refuse(f"node {name}: {error}")
                 return None
             return plugin_class(attributes, name)
 
@@ -114,7 +121,7 @@ def _plugin_class(host: PluginHost, op: OpPlugin) -> Any:
             try:
                 results = op.output_shapes(shapes, self.attributes, _Algebra(host.api, builder))
             except ValueError as error:
-                host.refusals.append(f"node {self.node}: {op.spec.name}: a tensor has another rank ({error})")
+                host.refuse(f"node {self.node}: {op.spec.name}: a tensor has another rank ({error})")
                 raise
             return [_dims(trt, shape) for shape in results]
 
@@ -124,7 +131,7 @@ def _plugin_class(host: PluginHost, op: OpPlugin) -> Any:
             names = [host.api.dtype_name(tensor.desc.type) for tensor in tensors[: position + 1]]
             refusal = op.accepts(position, names, num_inputs, self.attributes)
             if refusal is not None:
-                host.refusals.append(f"node {self.node}: {refusal}")
+                host.refuse(f"node {self.node}: {refusal}")
             return refusal is None
 
         def get_aliased_input(self, output: int) -> int:
@@ -139,7 +146,7 @@ def _plugin_class(host: PluginHost, op: OpPlugin) -> Any:
                 tensors = [tensor_info(tuple(item.max), host.api.dtype_name(item.desc.type)) for item in inputs]
                 return op.workspace_bytes(op.named_inputs(tensors), self.attributes, host.sms)
             except UserError as error:
-                host.refusals.append(f"node {self.node}: {error}")
+                host.refuse(f"node {self.node}: {error}")
                 raise
 
         # --- run ------------------------------------------------------------------------------------------

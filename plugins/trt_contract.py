@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from engram_trt.configs.errors import KernelError
 from engram_trt.plugins.kernels.checks import Inputs
-from engram_trt.plugins.kernels.plan import TRITON_NAME, TensorInfo, Variant
+from engram_trt.plugins.kernels.plan import TRITON_NAME, WORKSPACE_ALIGNMENT, TensorInfo, Variant
 from engram_trt.plugins.kernels.planner import Attributes, Planner
 from engram_trt.plugins.spec import TYPE_VARIABLES, AttributeValue, Operand, PluginSpec
 
@@ -25,6 +25,10 @@ class ExtentAlgebra(Protocol):
 
     def product(self, first: Any, second: Any) -> Any:
         """An extent times another."""
+
+
+_ROUNDING_BYTES = 16 * WORKSPACE_ALIGNMENT
+"""What aligning every buffer of a workspace may add."""
 
 
 def with_extents(spec: PluginSpec, inputs: Inputs, extents: Mapping[str, int]) -> Inputs:
@@ -64,6 +68,7 @@ class OpPlugin:
         output_types: attributes -> type variables that no input tells.
         workspace_shapes: inputs at their largest, attributes, SM -> inputs among whose plans is the one with the
             largest workspace; by default the largest inputs have it.
+        chunk_bytes: workspace by which a step is cut into chunks; 0 for an op that never does.
         needs_variant: whether a node with these attributes can launch a variant.
         stage_buffers: kernel arguments, besides the contract's tensors, that have the stage's dtype.
     """
@@ -73,6 +78,7 @@ class OpPlugin:
     num_outputs: Callable[[Attributes], int] | None = None
     output_types: Callable[[Attributes], Mapping[str, str]] = _nothing
     workspace_shapes: Callable[[Inputs, Attributes, int], Iterable[Inputs]] = _as_they_are
+    chunk_bytes: int = 0
     needs_variant: Callable[[Variant, Attributes], bool] = _always
     stage_buffers: tuple[str, ...] = ()
 
@@ -157,11 +163,15 @@ class OpPlugin:
         Raises:
             KernelError: no kernel takes such tensors.
         """
-        return max(
+        largest = max(
             self.planner.plan(shapes, attributes, sm).workspace_bytes
             for sm in sms
             for shapes in self.workspace_shapes(inputs, attributes, sm)
         )
+        # Chunks of smaller steps may fill the allowance better than those of the largest one.
+        if self.chunk_bytes and largest > self.chunk_bytes // 2:
+            return max(largest, self.chunk_bytes + _ROUNDING_BYTES)
+        return largest
 
     def variants(self, dtype: str, num_inputs: int, attributes: Attributes, sm: int) -> tuple[Variant, ...]:
         """Kernel variants a node can launch.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engram_trt.plugins.indexer.launch import PLANNER
+from engram_trt.plugins.indexer.launch import PLANNER, WORKSPACE_BYTES
 from engram_trt.plugins.indexer.spec import CANDIDATE_SOURCE, CANDIDATE_USER, SPEC
 from engram_trt.plugins.indexer.variants import sort_variant
 from engram_trt.plugins.kernels.checks import Inputs, info
@@ -41,5 +41,6 @@ PLUGIN = OpPlugin(
     planner=PLANNER,
     num_outputs=num_outputs,
     workspace_shapes=workspace_shapes,
+    chunk_bytes=WORKSPACE_BYTES,
     needs_variant=needs_variant,
 )

@@ -279,9 +279,7 @@ class TensorRTBackend(Backend):
         data = _mapped(self.data_files[built.stage])
         small = None if built.small_weights is None else _mapped(built.small_weights.verify(self.build.folder))
         for weight in built.weights:
-            buffer = self._allocate(
-                weight.dtype, int(np.prod(weight.shape, dtype=np.int64)), f"weights of {built.stage}"
-            )
+            buffer = self._allocate(weight.dtype, math.prod(weight.shape), f"weights of {built.stage}")
             source = small if weight.is_small else data
             if source is None or weight.offset + buffer.num_bytes > source.size:
                 raise BackendError(

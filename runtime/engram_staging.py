@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_all
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
@@ -58,6 +59,12 @@ class EngramStaging:
             if layer_id in store.fetched_layers and layer_id is not None:
                 num_ids = int(np.prod(stage.input(IDS).resolve(limits)))
                 self._staged[layer_id] = _allocate(store, layer_id, backend, num_ids)
+
+    def to_json(self) -> dict[str, Any]:
+        """Counters of the last step, by layer and together, as plain JSON."""
+        total = sum(self.counters.values(), FetchCounters())
+        layers = {str(layer_id): counters.to_json() for layer_id, counters in sorted(self.counters.items())}
+        return {"layers": layers, "total": total.to_json()}
 
     def views(self, stage: StageSpec, sizes: Mapping[str, int]) -> dict[str, View]:
         """Binding name -> view of the inputs of a stage that come from here; empty for most stages."""

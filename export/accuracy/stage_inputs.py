@@ -69,7 +69,8 @@ class _Capturing(Session):
 
     def _bound_chain(self, inputs: Any, logits: Any) -> BoundChain:
         chain = super()._bound_chain(inputs, logits)
-        views = chain.views[self._stage]
+        spec = next(spec for spec in self.engine.stages if spec.name == self._stage)
+        views = {name: chain.views[self._stage][name] for name in spec.input_names}
 
         def copying(run: Any) -> Any:
             def first_copy() -> None:

@@ -45,6 +45,8 @@ BLOCK_K = {
 """Stored columns per step of a product, by the dtypes of activations and weights."""
 
 STAGES = {"bfloat16": 4, "float32": 2}
+WITHOUT_WARPGROUP_PRODUCTS = (89, 120)
+"""Targets whose products take both operands from registers: two unpacked matrices need twice the warps there."""
 
 
 def _group(format: int) -> int:
@@ -120,8 +122,9 @@ def _product_constants(
     )
 
 
-def up_variant(dtype: str, weights: str, format: int) -> Variant:
+def up_variant(dtype: str, weights: str, format: int, sm: int) -> Variant:
     """The kernel of the two up projections; `weights` is the experts' dtype, int8 for packed codes."""
+    crowded = weights == PACKED and dtype == "bfloat16" and sm in WITHOUT_WARPGROUP_PRODUCTS
     kind, stored = f"*{TRITON_NAME[dtype]}", f"*{TRITON_NAME[weights]}"
     return Variant(
         op=SPEC.name,
@@ -145,6 +148,7 @@ def up_variant(dtype: str, weights: str, format: int) -> Variant:
             ("swiglu_limit", "fp32"),
         ),
         constants=_product_constants(dtype, weights, (("FORMAT", format), ("GROUP", _group(format)))),
+        num_warps=8 if crowded else 4,
         num_stages=STAGES[dtype],
     )
 
@@ -198,7 +202,7 @@ def variants(sm: int) -> tuple[Variant, ...]:
             found.append(down_variant(dtype, weights))
             for format in FORMATS:
                 found.append(choose_variant(dtype, weights == PACKED, format))
-                found.append(up_variant(dtype, weights, format))
+                found.append(up_variant(dtype, weights, format, sm))
     return tuple(found)
 
 
@@ -323,7 +327,7 @@ def plan_steps(inputs: Inputs, attributes: Attributes, sm: int) -> LaunchPlan:
         (experts, 1, 1),
         {"chosen": "chosen", **tiles, "num_pairs": pairs, "max_tiles": max_tiles},
     )
-    products = _products(inputs, attributes, tiles, max_tiles, "activations" if prepare else "ffn_in")
+    products = _products(inputs, attributes, tiles, max_tiles, "activations" if prepare else "ffn_in", sm)
     total = make_launch(
         sum_variant(x.dtype),
         (rows, ceil_div(dim, BLOCK_SUM), 1),
@@ -343,14 +347,14 @@ def plan_steps(inputs: Inputs, attributes: Attributes, sm: int) -> LaunchPlan:
 
 
 def _products(
-    inputs: Inputs, attributes: Attributes, tiles: dict[str, str], max_tiles: int, activations: str
+    inputs: Inputs, attributes: Attributes, tiles: dict[str, str], max_tiles: int, activations: str, sm: int
 ) -> tuple[Launch, Launch]:
     x, w1 = info(SPEC.name, inputs, "ffn_in"), info(SPEC.name, inputs, "experts_w1")
     dim = x.shape[1]
     inter, stored = w1.shape[1:]
     packed = w1.dtype == PACKED
     up = make_launch(
-        up_variant(x.dtype, w1.dtype, int(attributes["activation_format"])),
+        up_variant(x.dtype, w1.dtype, int(attributes["activation_format"]), sm),
         (ceil_div(inter, BLOCK_ROWS), max_tiles, 1),
         {
             "activations": activations,

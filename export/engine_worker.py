@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
+import signal
 import sys
 from collections import Counter
 from contextlib import suppress
@@ -46,6 +48,7 @@ from engram_trt.plugins.trt_registration import register_plugins
 _ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+) bytes")
 _KEPT = ("INTERNAL_ERROR", "ERROR", "WARNING", "INFO")
 _LAYERS = "Layers:"
+_PR_SET_PDEATHSIG = 1
 
 
 class BuildLog:
@@ -211,8 +214,14 @@ def _refused(job: EngineJob, who: str, reasons: list[str]) -> BuildError:
     )
 
 
+def _end_with_parent() -> None:
+    """Die with the command that started this process, also when that is killed and cannot clean up."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main(path: str) -> int:
     """Run the job in a JSON file and write its result; 0 unless the job itself cannot be read."""
+    _end_with_parent()
     job = EngineJob.from_json(json.loads(Path(path).read_text()))
     try:
         result: dict[str, Any] = {"built": build_plan(job).to_json()}

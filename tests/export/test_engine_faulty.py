@@ -162,11 +162,11 @@ WRITE = (
 )
 ATTEND = (
     "Name: attend_myl8_9, LayerType: custom_layer, Inputs: [ { Name: cache_out, Dimensions: [-1,40,64], Strides: [1] "
-    "}], Constants: [], Outputs: [ { Name: y [profile 1], Dimensions: [-1,-1,64], Strides: [1] }], TacticName: , StreamId"
+    "}], Constants: [], Outputs: [ { Name: y [profile 1], Dimensions: [-1,-1,64], Strides: [1] }], TacticName: "
 )
 COPY = (
     "Name: move, LayerType: kgen, Inputs: [ { Name: cache, Dimensions: [-1,40,64] }], Constants: [], "
-    "Outputs: [ { Name: other, Dimensions: [-1,40,64] }], TacticName: , StreamId: 0"
+    "Outputs: [ { Name: other, Dimensions: [-1,40,64] }], TacticName: "
 )
 LISTED = f"Layers:\n{WRITE}\n{ATTEND}\n"
 

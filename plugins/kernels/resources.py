@@ -20,7 +20,7 @@ Table = dict[str, dict[str, dict[str, int]]]
 ACCEPTED_SPILLS: Mapping[tuple[str, int], tuple[int, str]] = {
     ("sparse_attention_kernel", 100): (
         16,
-        "64 heads x 512 columns of float32 sums fill the register file; two loop counters live on the stack",
+        "64 heads x 512 columns of float32 sums fill the register file; two to four words of the rest do not fit",
     ),
     ("sparse_attention_kernel", 103): (16, "as on sm_100"),
 }

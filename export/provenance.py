@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +25,7 @@ def tool_versions() -> dict[str, str]:
     return {**{name: version(name) for name in TOOLS}, "opset": str(OPSET)}
 
 
-GRAPH_SOURCES = {
+GRAPH_SOURCES: Mapping[str, tuple[str, ...]] = {
     "export": ("modeling/*.py", "stages/*.py", "passes/cleanup.py", "passes/functions.py", "tracing.py"),
     "plugins": (
         "*/spec.py",
@@ -39,7 +40,7 @@ GRAPH_SOURCES = {
 }
 """Sources that decide what a traced graph looks like."""
 
-WEIGHT_SOURCES = {"export": ("onnx_export.py", "passes/weights.py")}
+WEIGHT_SOURCES: Mapping[str, tuple[str, ...]] = {"export": ("onnx_export.py", "passes/weights.py")}
 """Sources that, besides, decide what a stage's data file looks like."""
 
 

@@ -99,7 +99,8 @@ request = ExportRequest(
     checkpoint=pathlib.Path(sys.argv[1]), out=pathlib.Path(sys.argv[2]), deployment=DeploymentConfig(), stages=("head",)
 )
 manifest = export_checkpoint(request)
-print(json.dumps({"stage_bytes": manifest.stages[0].data.num_bytes, "above_baseline_bytes": status("VmHWM") - baseline}))
+stage = manifest.stages[0].data
+print(json.dumps({"stage_bytes": stage.num_bytes, "above_baseline_bytes": status("VmHWM") - baseline}))
 """
 
 

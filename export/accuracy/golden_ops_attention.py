@@ -31,7 +31,7 @@ class CompressorModule(OpModule):
 
     def __init__(self, config: ModelConfig, compute: ComputeConfig, ratio: int, weights: dict[str, Tensor]) -> None:
         super().__init__()
-        self.compressor = Compressor(config, compute, ratio)
+        self.compressor, self.settings = Compressor(config, compute, ratio), (ratio, config.norm_eps)
         fill(self.compressor, weights)
         self.symbols = {"attn_in": ("batch", "tokens", config.dim), "start_positions": ("batch",)}
         self.states = ("kv_state", "score_state") if ratio > 1 else ()
@@ -57,7 +57,8 @@ def compare_compressor(vectors: Vectors, runner: Runner, meta: Meta) -> None:
         )
         dtype = vectors.input(f"{case}.{lengths[0]}.x").dtype if lengths else torch.float32
         if dtype == torch.bfloat16 and runner.name != "torch":
-            vectors.skip([name for name in vectors.names if name.startswith(f"{case}.")], BFLOAT16_ONLY_TORCH)
+            names = [name for name in vectors.names if name.startswith(f"{case}.")]
+            vectors.skip(names, BFLOAT16_ONLY_TORCH, f"{case}.*")
             continue
         head_dim, dim = weights["wkv.weight"].shape
         config = op_config(dim=dim, head_dim=head_dim)
@@ -94,7 +95,7 @@ class CandidateBlocks(OpModule):
 
     def __init__(self, topk_blocks: int, block_size: int) -> None:
         super().__init__()
-        self.topk_blocks, self.block_size = topk_blocks, block_size
+        self.topk_blocks, self.block_size = self.settings = (topk_blocks, block_size)
         self.symbols = {"scores": ("batch", "tokens", "visible_r1"), "visible": ("batch", "tokens")}
 
     def compute(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -128,7 +129,7 @@ class IndexKeys(OpModule):
 
     def __init__(self, indexer: Indexer, frequencies: Tensor, head_dim: int) -> None:
         super().__init__()
-        self.indexer = indexer
+        self.indexer, self.settings = indexer, (indexer.cache_quantization, indexer.config.norm_eps)
         self.register_buffer("frequencies", frequencies)
         self.symbols = {"latent": ("batch", "tokens", head_dim), "positions": ("batch", "tokens")}
 
@@ -143,6 +144,7 @@ class IndexLists(OpModule):
     def __init__(self, indexer: Indexer, frequencies: Tensor, config: ModelConfig) -> None:
         super().__init__()
         self.indexer, self.config = indexer, config
+        self.settings = (config.digest(), indexer.role, indexer.cache_quantization, indexer.wq_b.activation_format)
         self.register_buffer("frequencies", frequencies)
         ratio, token = indexer.layer.compress_ratio, ("batch", "tokens")
         self.symbols = {
@@ -354,7 +356,7 @@ class ListedAttention(OpModule):
 
     def __init__(self, config: ModelConfig, num_listed: int) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.settings = config, (config.window_size,)
         heads, width = config.n_heads, config.head_dim
         self.symbols = {
             "q": ("batch", "tokens", heads, width),

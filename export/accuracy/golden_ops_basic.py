@@ -44,7 +44,8 @@ def runs_on(runner: Runner, vectors: Vectors, prefix: str, *tensors: Tensor) -> 
     """Whether a back end can take these inputs; if not, everything below `prefix` is noted as not compared."""
     if runner.name == "torch" or all(tensor.dtype != torch.bfloat16 for tensor in tensors):
         return True
-    vectors.skip([name for name in vectors.names if name.startswith(prefix)], BFLOAT16_ONLY_TORCH)
+    names = [name for name in vectors.names if name.startswith(prefix)]
+    vectors.skip(names, BFLOAT16_ONLY_TORCH, f"{prefix}*")
     return False
 
 
@@ -55,12 +56,13 @@ class SplitMixes(OpModule):
 
     def __init__(self, hc_mult: int, iterations: int, eps: float) -> None:
         super().__init__()
-        self.settings = (hc_mult, iterations, eps)
+        self.split = self.settings = (hc_mult, iterations, eps)
         width = (2 + hc_mult) * hc_mult
         self.symbols = {"mixes": ("tokens", width), "scale": (3,), "base": (width,)}
 
     def compute(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        mixed = split_mixes(inputs["mixes"], inputs["scale"], inputs["base"], *self.settings)
+        hc_mult, iterations, eps = self.split
+        mixed = split_mixes(inputs["mixes"], inputs["scale"], inputs["base"], hc_mult, iterations, eps)
         return dict(zip(self.results, mixed, strict=True))
 
 
@@ -82,7 +84,7 @@ class StreamMixes(OpModule):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.settings = config, (config.digest(),)
         n, dim, mixes = config.hc_mult, config.dim, config.hc_mixes
         token = ("batch", "tokens")
         self.symbols = {
@@ -158,7 +160,7 @@ class Norm(OpModule):
 
     def __init__(self, weight: Tensor, eps: float, num_axes: int) -> None:
         super().__init__()
-        self.norm = RMSNorm(weight.shape[0], eps)
+        self.norm, self.settings = RMSNorm(weight.shape[0], eps), (eps,)
         fill(self.norm, {"weight": weight})
         self.symbols = {"x": (*("batch", "tokens", "selected")[: num_axes - 1], weight.shape[0])}
 
@@ -184,6 +186,7 @@ class Tables(OpModule):
         self.stage = EmbeddingStage(config, ComputeConfig())
         fill(self.stage, {"embed.weight": torch.zeros(config.vocab_size, config.dim)})
         (self.family,) = self.stage.families
+        self.settings = (self.family,)
         self.symbols = {"token_ids": ("batch", "tokens"), "start_positions": ("batch",)}
 
     def compute(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -263,7 +266,7 @@ class WindowSlots(OpModule):
 
     def __init__(self, window: int) -> None:
         super().__init__()
-        self.window = window
+        self.window, self.settings = window, (window,)
         self.symbols = {
             "token_ids": ("batch", "tokens"),
             "start_positions": ("batch",),
@@ -296,7 +299,7 @@ def compare_window_idxs(vectors: Vectors, runner: Runner, meta: Meta) -> None:
         width = max(slots.shape[2], want.shape[2])
         vectors.check(name, _valid_first(slots, width), EXACT, "slots", want=_valid_first(want, width))
     reason = "indices of the draft stages: drafting is not part of this version"
-    vectors.skip([name for name in vectors.names if name.startswith("dspark")], reason)
+    vectors.skip([name for name in vectors.names if name.startswith("dspark")], reason, "dspark.*")
 
 
 def _valid_first(indices: Tensor, width: int) -> Tensor:
@@ -313,7 +316,7 @@ class Rounding(OpModule):
 
     def __init__(self, format: int, width: int) -> None:
         super().__init__()
-        self.format = format
+        self.format, self.settings = format, (format,)
         self.symbols = {"x": ("tokens", width)}
 
     def compute(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -392,7 +395,7 @@ def compare_quant_linear(vectors: Vectors, runner: Runner, meta: Meta) -> None:
                 y = runner.run(QuantizedLinear(weight, torch.bfloat16), op_config(), {"x": x})["y"]
                 vectors.check(f"{case}.{kind}.y_bf16_q", y, LINEAR_BF16)
     sources = [name for name in vectors.names if name.endswith(".w_src")]
-    vectors.skip(sources, "weights before their quantisation, which is not the model's work")
+    vectors.skip(sources, "weights before their quantisation, which is not the model's work", "*.w_src")
 
 
 class HeadParts(OpModule):
@@ -403,6 +406,7 @@ class HeadParts(OpModule):
     def __init__(self, norm: Tensor, head: Tensor, hc_mult: int, eps: float) -> None:
         super().__init__()
         vocab, dim = head.shape
+        self.settings = (eps,)
         self.norm, self.head = RMSNorm(dim, eps), Linear(dim, vocab, torch.float32)
         fill(self, {"norm.weight": norm, "head.weight": head})
         self.symbols = {"streams": ("batch", "tokens", hc_mult, dim), "pre_mix": ("batch", "tokens", hc_mult)}

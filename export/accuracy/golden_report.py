@@ -165,12 +165,18 @@ def _print_differences(console: Console, checks: Sequence[Check]) -> None:
 
 
 def _print_not_run(console: Console, items: Iterable[NotRun]) -> None:
-    by_reason: dict[tuple[str, str], dict[str, list[str]]] = {}
+    """By reason and file; what a file lacks through several back ends is said once."""
+    by_reason: dict[str, dict[tuple[str, str], list[str]]] = {}
     for item in items:
-        by_reason.setdefault((item.reason, item.what), {}).setdefault(item.file, []).append(item.backend)
+        by_reason.setdefault(item.reason, {}).setdefault((item.file, item.backend), []).append(item.what)
     if by_reason:
         console.print("\nnot compared", style="bold")
-    for (reason, what), files in by_reason.items():
-        console.print(f"  {reason}" + (f": {what}" if what else ""), markup=False)
-        for file, backends in files.items():
-            console.print(f"    {file} ({', '.join(sorted(set(backends)))})", markup=False, style="dim")
+    for reason, files in by_reason.items():
+        console.print(f"  {reason}", markup=False)
+        merged: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+        for (file, backend), parts in files.items():
+            merged.setdefault((file, tuple(part for part in parts if part)), []).append(backend)
+        for (file, names), backends in merged.items():
+            shown = f": {', '.join(names)}" if names else ""
+            line = Text(f"    {file} ({', '.join(backends)}){shown}", style="dim")
+            console.print(line)

@@ -135,13 +135,13 @@ class Vectors:
         )
         return found.ok
 
-    def skip(self, names: Iterable[str], reason: str) -> None:
-        """Note tensors as not compared."""
+    def skip(self, names: Iterable[str], reason: str, what: str = "") -> None:
+        """Note tensors as not compared; `what` stands for their names in the list."""
         skipped = [name for name in names if name in self.tensors and name not in self._seen]
         self._seen.update(skipped)
         if skipped:
             self.results.not_run.append(
-                NotRun(file=self.file, backend=self.backend, what=shortened(skipped), reason=reason)
+                NotRun(file=self.file, backend=self.backend, what=what or shortened(skipped), reason=reason)
             )
 
     def finish(self, reason: str = "not known to this version") -> None:

@@ -7,7 +7,7 @@ called; for ONNX Runtime it is traced as stages are, gets the function bodies of
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,25 +31,31 @@ _DTYPES = {
 }
 
 
+_MARK = "result_"
+
+
 class OpModule(nn.Module):
     """A module with named inputs and outputs.
 
     Attributes:
         symbols: input name -> extents, an int where fixed and a symbol of `export/tracing.py` where not.
         results: names of the outputs.
+        settings: whatever else the graph depends on; modules that agree in all of this and in the shapes of their
+            weights share a graph.
     """
 
     symbols: Mapping[str, tuple[str | int, ...]]
     results: tuple[str, ...]
+    settings: tuple[Hashable, ...] = ()
 
     def compute(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """The outputs by name."""
         raise NotImplementedError
 
     def forward(self, inputs: dict[str, Tensor], outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
-        """As a stage's."""
+        """As a stage's; a traced output's name is marked, so that no value inside the graph shares it."""
         computed = self.compute(dict(inputs))
-        return tuple(computed[name] for name in outputs)
+        return tuple(computed[name.removeprefix(_MARK)] for name in outputs)
 
 
 class Runner(ABC):
@@ -85,16 +91,19 @@ class OnnxRunner(Runner):
     name = "onnxruntime"
 
     def __init__(self) -> None:
-        self._sessions: dict[int, tuple[OpModule, Any]] = {}
+        self._sessions: dict[Hashable, Any] = {}
 
     def run(self, module: OpModule, config: ModelConfig, inputs: Inputs) -> dict[str, Tensor]:
-        if id(module) not in self._sessions:
-            self._sessions[id(module)] = (module, _open_session(module, config, inputs))
-        session = self._sessions[id(module)][1]
+        key = _structure(module, inputs)
+        if key not in self._sessions:
+            self._sessions[key] = _open_session(module, config, inputs)
+        session = self._sessions[key]
         feeds = {name: inputs[name].contiguous().numpy() for name in module.symbols}
         feeds |= {name: weight.detach().contiguous().numpy() for name, weight in weight_tensors(module).items()}
         wanted = {item.name for item in session.get_inputs()}
-        values = session.run(list(module.results), {name: feeds[name] for name in feeds if name in wanted})
+        values = session.run(
+            [f"{_MARK}{name}" for name in module.results], {name: feeds[name] for name in feeds if name in wanted}
+        )
         return {name: torch.from_numpy(value) for name, value in zip(module.results, values, strict=True)}
 
 
@@ -110,6 +119,12 @@ def onnx_model(module: OpModule, config: ModelConfig, inputs: Inputs) -> Any:
     FunctionLibrary(config, "float32").attach(model)
     model.ir_version = IR_VERSION
     return model
+
+
+def _structure(module: OpModule, inputs: Inputs) -> Hashable:
+    weights = ((name, tuple(weight.shape), weight.dtype) for name, weight in weight_tensors(module).items())
+    symbols = ((name, shape, inputs[name].dtype) for name, shape in module.symbols.items())
+    return (type(module), module.settings, module.results, tuple(symbols), tuple(weights))
 
 
 def _open_session(module: OpModule, config: ModelConfig, inputs: Inputs) -> Any:
@@ -131,7 +146,7 @@ def _spec(module: OpModule, inputs: Inputs) -> StageSpec:
         kind=type(module).__name__,
         inputs=tuple(tensor(name, shape, _DTYPES[inputs[name].dtype]) for name, shape in module.symbols.items()),
         # Only the names of outputs matter to a trace.
-        outputs=tuple(tensor(name, (), "float32") for name in module.results),
+        outputs=tuple(tensor(f"{_MARK}{name}", (), "float32") for name in module.results),
     )
 
 

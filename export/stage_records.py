@@ -12,6 +12,7 @@ from engram_trt.configs.errors import ArtifactError, UserError
 from engram_trt.configs.tensors import StageSpec
 from engram_trt.export.atomic_folder import sync_folder
 from engram_trt.export.onnx_export import write_atomically
+from engram_trt.runtime.stage_runners.tensorrt_manifest import ENGINES_FOLDER
 
 
 class StageStore:
@@ -72,6 +73,10 @@ class StageStore:
             shutil.rmtree(aside, ignore_errors=True)
             out.rename(aside)
         self.work.rename(out)
+        # TensorRT builds stay: plans of stages that did not change are taken over by the next build.
+        engines = aside / ENGINES_FOLDER
+        if engines.is_dir() and not (out / ENGINES_FOLDER).exists():
+            engines.rename(out / ENGINES_FOLDER)
         sync_folder(out.parent)
         shutil.rmtree(aside, ignore_errors=True)
 

@@ -146,6 +146,28 @@ def test_a_damaged_plan_is_built_again(tiny_artifact: Path, tmp_path: Path) -> N
     assert plan.stat().st_size == engines.plans[0].file.num_bytes or plan.stat().st_size > 1000
 
 
+def test_an_export_with_other_weights_keeps_the_plans(
+    tiny_artifact: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Data files are no part of a plan: the stages with weights take over the plan of those without."""
+    artifact = tmp_path / "artefact"
+    announced: list[tuple[int, int, int]] = []
+    for weights in (False, True):
+        export_checkpoint(
+            ExportRequest(
+                checkpoint=tiny_checkpoint,
+                out=artifact,
+                deployment=Manifest.read(tiny_artifact).deployment,
+                weights=weights,
+                stages=("head",),
+            )
+        )
+        request = BuildRequest(artifact=artifact, backend=BACKEND, targets=TARGETS, with_kernels=False)
+        _, _, unchanged = build_engines(request, BuildProgress(plan=lambda *counts: announced.append(counts)))
+        assert not unchanged
+    assert announced == [(1, 0, 0), (0, 1, 0)]
+
+
 def test_a_changed_deployment_rebuilds(tiny_artifact: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
     artifact = tmp_path / "artefact"
     for max_batch in (1, 3):

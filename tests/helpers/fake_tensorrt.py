@@ -13,7 +13,6 @@ from cuda_recorder import RecordedDriver
 
 from engram_trt.configs.tensors import StageSpec
 
-
 Weight = tuple[str, str, tuple[int, ...]]
 """Name, dtype and shape of a bound weight."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import os
 import statistics
@@ -456,6 +457,12 @@ def main() -> int:
             print(f"{'WRONG' if problem else 'ok':5} {case.op} {case.name} {problem}", flush=True)
     if arguments.only in ("", "MoEExperts"):
         wrong += [f"MoEExperts: {p}" for d in (torch.float32, torch.bfloat16) if (p := batch_mates(d))]
+    if not arguments.only and not DRY_RUN:
+        # A script's own folder is on its path.
+        engine_check = importlib.import_module("engine_check")
+        record["engines"] = engine_check.check_engines()
+        engine_check.say(record["engines"])
+        wrong += record["engines"].get("wrong", [])
     record["wrong"] = wrong
     if not DRY_RUN and not arguments.no_timing:
         record |= time_all(arguments.only, started)

@@ -184,18 +184,24 @@ class PackedTable(Table):
     def check(self) -> None:
         self._file.check()
 
-    def gather(self, ids: Ids, rows: Bytes, scales: Bytes) -> None:
-        page, slot = np.divmod(ids, self.header.rows_per_page)
-        offsets = page * PAGE + slot * self.shape.record_bytes + self.header.data_offset
+    def prepare(self, ids: Ids) -> None:
         try:
-            self._file.require(offsets, self.shape.record_bytes)
+            self._file.require(self._offsets(ids), self.shape.record_bytes)
         except UnreadablePageError as error:
             raise unreadable(self.path, f"row {int(ids[error.index])}", error.reason) from None
+
+    def copy(self, ids: Ids, rows: Bytes, scales: Bytes) -> None:
+        offsets = self._offsets(ids)
         width = self.shape.row_bytes
         for start in range(0, ids.shape[0], _SPLIT_RECORDS):
             part = slice(start, start + _SPLIT_RECORDS)
             records = self._records[offsets[part]].view(np.uint8).reshape(-1, self.shape.record_bytes)
             rows[part], scales[part] = records[:, :width], records[:, width:]
+
+    def _offsets(self, ids: Ids) -> Ids:
+        page = ids // self.header.rows_per_page
+        slot = ids - page * self.header.rows_per_page
+        return page * PAGE + slot * self.shape.record_bytes + self.header.data_offset
 
     def facts(self) -> dict[str, Any]:
         return {"file": str(self.path)}

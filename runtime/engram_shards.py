@@ -94,7 +94,7 @@ class ShardedTable(Table):
             if part.num_rows
         ]
 
-    def gather(self, ids: Ids, rows: Bytes, scales: Bytes) -> None:
+    def copy(self, ids: Ids, rows: Bytes, scales: Bytes) -> None:
         for shard in self._shards:
             part = shard.rows_of
             here = np.flatnonzero((ids >= part.start) & (ids < part.stop))

@@ -13,7 +13,7 @@ import numpy as np
 
 from engram_trt.configs.errors import CheckpointError, RequestError
 from engram_trt.runtime.engram_cache import HotRows
-from engram_trt.runtime.engram_dequantize import BLOCK_ROWS, Bfloat16Bits, bfloat16_rows
+from engram_trt.runtime.engram_dequantize import BLOCK_ROWS, Bfloat16Bits, Dequantizer
 from engram_trt.runtime.engram_files import Bytes
 from engram_trt.runtime.engram_tables import Ids, Table, TableShape
 
@@ -151,12 +151,13 @@ class EngramStore:
             self._totals[layer_id] += counters
         return Fetched(positions=positions.reshape(ids.shape), num_rows=count, counters=counters)
 
-    def rows_bfloat16(self, layer_id: int, ids: Ids) -> Bfloat16Bits:
+    def rows_bfloat16(self, layer_id: int, ids: Ids, out: Bfloat16Bits | None = None) -> Bfloat16Bits:
         """Dequantised rows, as `EngramGather` puts them out (spec 3).
 
         Args:
             layer_id: whose table.
             ids: [n] int64.
+            out: uint16 [n, row_bytes] to fill; a new array without it.
 
         Returns:
             uint16 [n, row_bytes]: bfloat16 bits.
@@ -167,22 +168,24 @@ class EngramStore:
         shape = self.shape(layer_id)
         if ids.size:
             self._check_range(shape, np.array([ids.min(), ids.max()]))
-        out = np.empty((ids.size, shape.row_bytes), dtype=np.uint16)
+        target = np.empty((ids.size, shape.row_bytes), dtype=np.uint16) if out is None else out
         table = self.tables[layer_id]
         table.check()
 
         def convert(part: slice) -> None:
             rows = np.empty((BLOCK_ROWS, shape.row_bytes), dtype=np.uint8)
             scales = np.empty((BLOCK_ROWS, shape.scale_bytes), dtype=np.uint8)
+            dequantizer = Dequantizer(shape.row_bytes)
+            table.prepare(ids[part])
             for start in range(part.start, part.stop, BLOCK_ROWS):
                 block = ids[start : min(start + BLOCK_ROWS, part.stop)]
                 count = block.shape[0]
-                table.gather(block, rows[:count], scales[:count])
+                table.copy(block, rows[:count], scales[:count])
                 _check_scales(shape, block, scales[:count])
-                bfloat16_rows(rows[:count], scales[:count], out[start : start + count])
+                dequantizer.convert(rows[:count], scales[:count], target[start : start + count])
 
         self._in_parts(ids.size, convert)
-        return out
+        return target
 
     def report(self) -> dict[str, Any]:
         """Where every table lives and what all sessions fetched so far (waits are a session's), as plain JSON."""

@@ -55,9 +55,8 @@ class Table(ABC):
     def check(self) -> None:  # noqa: B027 - memory does not change behind one's back
         """Refuse a source that changed since it was opened; CheckpointError."""
 
-    @abstractmethod
     def gather(self, ids: Ids, rows: Bytes, scales: Bytes) -> None:
-        """Copy rows; may be called by several threads at once.
+        """`prepare`, then `copy`.
 
         Args:
             ids: [n] int64, each in 0..num_rows-1; quickest in ascending order, the order of the file.
@@ -67,6 +66,15 @@ class Table(ABC):
         Raises:
             CheckpointError: naming file and row, when the bytes cannot be had.
         """
+        self.prepare(ids)
+        self.copy(ids, rows, scales)
+
+    def prepare(self, ids: Ids) -> None:  # noqa: B027 - memory needs no preparation
+        """Bring rows from the disk; must come before `copy`. By several threads at once, as `copy`."""
+
+    @abstractmethod
+    def copy(self, ids: Ids, rows: Bytes, scales: Bytes) -> None:
+        """Copy rows that are there; see `gather`."""
 
     def facts(self) -> dict[str, Any]:
         """What a report says of it besides its size; plain JSON."""
@@ -123,11 +131,13 @@ class MappedTable(Table):
         for file in {self._rows.file, self._scales.file}:
             file.check()
 
-    def gather(self, ids: Ids, rows: Bytes, scales: Bytes) -> None:
+    def prepare(self, ids: Ids) -> None:
         # Both tensors' pages are asked for before either is waited for.
         awaited = [(tensor, tensor.request(ids)) for tensor in (self._rows, self._scales)]
         for tensor, pending in awaited:
             tensor.populate(ids, pending)
+
+    def copy(self, ids: Ids, rows: Bytes, scales: Bytes) -> None:
         self._rows.take(ids, rows)
         self._scales.take(ids, scales)
 
@@ -197,6 +207,6 @@ class MemoryTable(Table):
     def __init__(self, shape: TableShape, rows: Bytes, scales: Bytes) -> None:
         self.shape, self.rows, self.scales = shape, rows, scales
 
-    def gather(self, ids: Ids, rows: Bytes, scales: Bytes) -> None:
+    def copy(self, ids: Ids, rows: Bytes, scales: Bytes) -> None:
         np.take(self.rows, ids, axis=0, out=rows, mode="clip")
         np.take(self.scales, ids, axis=0, out=scales, mode="clip")

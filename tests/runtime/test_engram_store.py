@@ -22,7 +22,7 @@ from engram_trt.configs.model import ModelConfig
 from engram_trt.export.synth import SynthRequest, synthesize
 from engram_trt.runtime import engram_store
 from engram_trt.runtime.engram_cache import SCAN_SHARE, HotRows
-from engram_trt.runtime.engram_dequantize import bfloat16_rows
+from engram_trt.runtime.engram_dequantize import Dequantizer
 from engram_trt.runtime.engram_opening import open_store
 from engram_trt.runtime.engram_packing import pack_table
 from engram_trt.runtime.engram_shards import ranges_by_columns, ranges_by_rows
@@ -316,7 +316,7 @@ def test_bfloat16_rows_are_the_reference_bit_for_bit(scales_between: tuple[int, 
     scales = np.repeat(every_pair[:, :1], 2, axis=1).astype(np.uint8)
     rows = np.repeat(every_pair[:, 1:], 64, axis=1).astype(np.uint8)
     out = np.empty(rows.shape, dtype=np.uint16)
-    bfloat16_rows(rows, scales, out)
+    Dequantizer(64).convert(rows, scales, out)
     ids = torch.arange(rows.shape[0]).view(1, -1, 1)
     signed = (torch.from_numpy(values.view(np.int8)) for values in (rows, scales))
     expected = engram_gather(ids, *signed, 16)[0]
@@ -329,6 +329,6 @@ def test_bfloat16_rows_are_the_reference_bit_for_bit(scales_between: tuple[int, 
 def test_a_store_dequantises_what_it_fetches(stores: dict[str, EngramStore], layer_id: int, truth: Values) -> None:
     ids = np.random.default_rng(3).integers(0, truth[0].shape[0], 5000)
     expected = np.empty((5000, truth[0].shape[1]), dtype=np.uint16)
-    bfloat16_rows(truth[0][ids], truth[1][ids], expected)
+    Dequantizer(truth[0].shape[1]).convert(truth[0][ids], truth[1][ids], expected)
     for store in stores.values():
         assert np.array_equal(store.rows_bfloat16(layer_id, ids), expected)

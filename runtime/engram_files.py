@@ -71,6 +71,26 @@ def unreadable(path: Path, what: str, reason: str) -> CheckpointError:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """Ranges that were requested.
+
+    Attributes:
+        ranges: int64 [n, 2], address and length, whole pages: what the kernel calls an iovec.
+        first, last: [n] pages of the file.
+        indices: which of the offsets that were asked for; None for all.
+    """
+
+    ranges: Offsets
+    first: Offsets
+    last: Offsets
+    indices: Offsets | None
+
+    def only(self, indices: Offsets) -> Pending:
+        """Some of them."""
+        return Pending(ranges=self.ranges[indices], first=self.first[indices], last=self.last[indices], indices=indices)
+
+
 class MappedFile:
     """A read-only file, mapped whole, without read-ahead.
 
@@ -103,7 +123,8 @@ class MappedFile:
         self.bytes: Bytes = np.frombuffer(self._map, dtype=np.uint8)
         # Zeros cost no memory until written: a table of 101 GB has 25 million pages.
         self._known = np.zeros(-(-num_bytes // PAGE_BYTES), dtype=np.bool_)
-        self._advice = _Advice(self._descriptor)
+        self._address = int(self.bytes.ctypes.data)
+        self._advice = _Advice(self._descriptor, self._address)
 
     def check(self) -> None:
         """Refuse a file that was cut, replaced or written to since it was opened; one `stat`.
@@ -132,40 +153,42 @@ class MappedFile:
         Raises:
             UnreadablePageError: with the index of the first range that cannot be read.
         """
-        self.populate(*self.request(offsets, num_bytes))
+        self.populate(self.request(offsets, num_bytes))
 
-    def request(self, offsets: Offsets, num_bytes: int) -> tuple[Offsets, Offsets]:
-        """Start reading what is not known to be present, all at once; `populate` waits for it.
+    def request(self, offsets: Offsets, num_bytes: int) -> Pending | None:
+        """Start reading what is not known to be present, all at once.
 
         Returns:
-            (indices into offsets, [n, 2] page-aligned start and length) for `populate`.
+            what `populate` has to wait for; None if that is nothing.
         """
         first = offsets // PAGE_BYTES
         last = (offsets + (num_bytes - 1)) // PAGE_BYTES
-        unknown = np.flatnonzero(~(self._known[first] & self._known[last]))
-        ranges = np.empty((offsets.shape[0], 2), dtype=np.int64)
-        np.multiply(first, PAGE_BYTES, out=ranges[:, 0])
-        np.multiply(last - first + 1, PAGE_BYTES, out=ranges[:, 1])
-        if unknown.size:
-            self._advice.start_reading(self._address(), ranges[unknown])
-        if offsets.shape[0] <= SMALL_FETCH:
-            return np.arange(offsets.shape[0]), ranges
-        return unknown, ranges[unknown]
+        known = self._known[first] & self._known[last]
+        is_all_known = bool(known.all())
+        if is_all_known and offsets.shape[0] > SMALL_FETCH:
+            return None
+        pending = Pending(ranges=np.empty((offsets.shape[0], 2), dtype=np.int64), first=first, last=last, indices=None)
+        np.multiply(first, PAGE_BYTES, out=pending.ranges[:, 0])
+        pending.ranges[:, 0] += self._address
+        np.multiply(last - first + 1, PAGE_BYTES, out=pending.ranges[:, 1])
+        if is_all_known:
+            return pending
+        unknown = pending.only(np.flatnonzero(~known))
+        self._advice.start_reading(unknown.ranges)
+        return pending if offsets.shape[0] <= SMALL_FETCH else unknown
 
-    def populate(self, indices: Offsets, ranges: Offsets) -> None:
+    def populate(self, pending: Pending | None) -> None:
         """Wait until requested ranges are present; see `require`."""
-        if not indices.size:
+        if pending is None:
             return
         try:
-            self._advice.populate(self._address(), ranges)
+            self._advice.populate(pending.ranges)
         except UnreadablePageError as error:
-            raise UnreadablePageError(int(indices[error.index]), error.reason) from None
-        first = ranges[:, 0] // PAGE_BYTES
-        for step in range(int(ranges[:, 1].max()) // PAGE_BYTES):
-            self._known[np.minimum(first + step, (ranges.sum(axis=1) - 1) // PAGE_BYTES)] = True
-
-    def _address(self) -> int:
-        return int(self.bytes.ctypes.data)
+            index = error.index if pending.indices is None else int(pending.indices[error.index])
+            raise UnreadablePageError(index, error.reason) from None
+        # Rows of a table are far shorter than two pages: first and last are all.
+        self._known[pending.first] = True
+        self._known[pending.last] = True
 
     def close(self) -> None:
         """Give the descriptor back; the map goes with the last array that looks into it."""
@@ -184,51 +207,49 @@ def _changed(path: Path, found: str, expected: str) -> CheckpointError:
 class _Advice:
     """The system calls, in the best form that this kernel has; tests put failures in here."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, address: int) -> None:
         self._libc: Any = ctypes.CDLL(None, use_errno=True)
-        self._descriptor = descriptor
+        self._descriptor, self._address = descriptor, address
         self._process = _process_descriptor(os.getpid())
 
-    def start_reading(self, address: int, ranges: Offsets) -> None:
+    def start_reading(self, ranges: Offsets) -> None:
         """Let the kernel read in the background; it is a hint, and its failures show in `populate`."""
-        if self._process is not None:
-            vector = _vector(address, ranges)
-            for start in range(0, len(vector), SMALL_FETCH):
-                self._batch(vector[start : start + SMALL_FETCH], _MADV_WILLNEED)
-        else:
+        if self._process is None:
             for start, length in ranges.tolist():
-                os.posix_fadvise(self._descriptor, start, length, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(self._descriptor, start - self._address, length, os.POSIX_FADV_WILLNEED)
+            return
+        for start in range(0, len(ranges), SMALL_FETCH):
+            self._batch(ranges[start : start + SMALL_FETCH], _MADV_WILLNEED)
 
-    def populate(self, address: int, ranges: Offsets) -> None:
+    def populate(self, ranges: Offsets) -> None:
         """Read and map all ranges; UnreadablePageError with the index of the first that fails."""
         done = 0
-        if self._process is not None:
-            vector = _vector(address, ranges)
-            ends = np.cumsum(ranges[:, 1])
-            while done < len(vector):
-                advised = self._batch(vector[done : done + SMALL_FETCH], _MADV_POPULATE_READ)
-                if advised <= 0:
-                    break  # the one at fault is tried alone below, where its own error can be read
-                before = int(ends[done - 1]) if done else 0
-                done = int(np.searchsorted(ends, before + advised, side="right"))
+        while self._process is not None and done < len(ranges):
+            batch = ranges[done : done + SMALL_FETCH]
+            advised = self._batch(batch, _MADV_POPULATE_READ)
+            if advised == int(batch[:, 1].sum()):
+                done += len(batch)
+                continue
+            # The one at fault is tried alone below, where its own error can be read.
+            done += int(np.searchsorted(np.cumsum(batch[:, 1]), max(advised, 0), side="right"))
+            self._one(done, *ranges[done].tolist())
+            done += 1
         for index in range(done, len(ranges)):
-            self._one(address, index, int(ranges[index, 0]), int(ranges[index, 1]))
+            self._one(index, *ranges[index].tolist())
 
-    def _batch(self, vector: npt.NDArray[np.uint64], advice: int) -> int:
+    def _batch(self, ranges: Offsets, advice: int) -> int:
         """Bytes advised, or a negative number."""
-        pointer = ctypes.c_void_p(vector.ctypes.data)
-        count = ctypes.c_size_t(len(vector))
-        result = self._libc.syscall(_SYS_PROCESS_MADVISE, self._process, pointer, count, advice, 0)
-        return int(result)
+        pointer, count = ctypes.c_void_p(ranges.__array_interface__["data"][0]), ctypes.c_size_t(len(ranges))
+        return int(self._libc.syscall(_SYS_PROCESS_MADVISE, self._process, pointer, count, advice, 0))
 
-    def _one(self, address: int, index: int, start: int, length: int) -> None:
+    def _one(self, index: int, address: int, length: int) -> None:
         while True:
-            call = ctypes.c_void_p(address + start), ctypes.c_size_t(length), _MADV_POPULATE_READ
+            call = ctypes.c_void_p(address), ctypes.c_size_t(length), _MADV_POPULATE_READ
             if self._libc.madvise(*call) == 0:
                 return
             code = ctypes.get_errno()
             if code == errno.EINVAL:  # a kernel before 5.14
-                self._read_pages(index, start, length)
+                self._read_pages(index, address - self._address, length)
                 return
             if code not in (errno.EINTR, errno.EAGAIN):
                 reason = "past the end of the file, or an error of the disk" if code == errno.EFAULT else ""
@@ -243,12 +264,6 @@ class _Advice:
                 raise UnreadablePageError(index, cause.strerror or str(cause)) from None
             if not found:
                 raise UnreadablePageError(index, "past the end of the file")
-
-
-def _vector(address: int, ranges: Offsets) -> npt.NDArray[np.uint64]:
-    vector = ranges.astype(np.uint64)
-    vector[:, 0] += np.uint64(address)
-    return vector
 
 
 @lru_cache(maxsize=1)

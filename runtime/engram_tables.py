@@ -14,7 +14,7 @@ from engram_trt.configs.checkpoint import Checkpoint
 from engram_trt.configs.engram_layout import EngramLayout
 from engram_trt.configs.errors import CheckpointError
 from engram_trt.configs.safetensors_header import TensorEntry
-from engram_trt.runtime.engram_files import Bytes, MappedFile, UnreadablePageError, unreadable
+from engram_trt.runtime.engram_files import Bytes, MappedFile, Pending, UnreadablePageError, unreadable
 
 Ids = npt.NDArray[np.int64]
 
@@ -178,14 +178,14 @@ class _MappedTensor:
             self._item = np.int64
             self._values = self._values.reshape(-1).view(np.int64)
 
-    def request(self, ids: Ids) -> tuple[Ids, Ids]:
+    def request(self, ids: Ids) -> Pending | None:
         """See `MappedFile.request`."""
         return self.file.request(ids * self.width + self.offset, self.width)
 
-    def populate(self, ids: Ids, pending: tuple[Ids, Ids]) -> None:
+    def populate(self, ids: Ids, pending: Pending | None) -> None:
         """See `MappedFile.populate`; CheckpointError with the row."""
         try:
-            self.file.populate(*pending)
+            self.file.populate(pending)
         except UnreadablePageError as error:
             raise unreadable(self.file.path, f"{self.name}, row {int(ids[error.index])}", error.reason) from None
 

@@ -100,6 +100,11 @@ def test_a_table_of_101_gb_opens_at_once_and_is_addressed_with_64_bits(tmp_path:
     store.close()
 
 
+def by_reading(self: Any, index: int, address: int, length: int) -> None:
+    """What a kernel without MADV_POPULATE_READ leads to."""
+    self._read_pages(index, address - self._address, length)
+
+
 @pytest.fixture
 def populate_ways(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Pretend to be an older kernel."""
@@ -109,11 +114,7 @@ def populate_ways(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
             return
         monkeypatch.setattr(engram_files, "_process_descriptor", lambda pid: None)
         if way == "pread":
-
-            def one(self: Any, address: int, index: int, start: int, length: int) -> None:
-                self._read_pages(index, start, length)
-
-            monkeypatch.setattr(engram_files._Advice, "_one", one)
+            monkeypatch.setattr(engram_files._Advice, "_one", by_reading)
 
     return choose
 
@@ -148,10 +149,9 @@ def test_an_error_of_the_disk_is_an_error_with_file_and_row(tmp_path: Path, monk
     def broken(*_: Any) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    store.tables[1]._rows.file._advice = engram_files._Advice(-1)  # type: ignore[attr-defined]
-    monkeypatch.setattr(
-        engram_files._Advice, "_one", lambda self, address, index, start, length: self._read_pages(index, start, length)
-    )
+    file = store.tables[1]._rows.file  # type: ignore[attr-defined]
+    file._advice = engram_files._Advice(-1, file._address)
+    monkeypatch.setattr(engram_files._Advice, "_one", by_reading)
     monkeypatch.setattr(engram_files._Advice, "start_reading", lambda *_: None)
     monkeypatch.setattr(os, "pread", broken)
     with pytest.raises(CheckpointError, match=r"shard.safetensors: rows, row 17: .*Input/output error"):

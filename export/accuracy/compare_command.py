@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engram_trt.configs.errors import RequestError
+from engram_trt.configs.errors import BackendError, RequestError
 from engram_trt.runtime.cli import Command
 
 _BACKENDS = ("torch", "onnxruntime")
@@ -24,6 +25,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     backends = _backends(arguments.backends)
+    _require_folder_of(arguments.json)
     from rich.console import Console
 
     from engram_trt.export.accuracy.golden_compare import compare_folder
@@ -39,7 +41,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _backends(text: str) -> tuple[str, ...]:
-    """Names separated by commas, each once; RequestError for one that is none."""
+    """Names separated by commas, each once; RequestError for one that is none, BackendError if not installed."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     unknown = [name for name in names if name not in _BACKENDS]
     if unknown or not names:
@@ -49,7 +51,26 @@ def _backends(text: str) -> tuple[str, ...]:
             expected=f"some of {', '.join(_BACKENDS)}, separated by commas",
             remedy="Name a back end of the list.",
         )
+    missing = [name for name in dict.fromkeys(("torch", *names)) if importlib.util.find_spec(name) is None]
+    if missing:
+        raise BackendError(
+            f"package {missing[0]}",
+            found="not installed",
+            expected="what the comparison computes with",
+            remedy="Install the extras `export` and `onnxruntime` of this package.",
+        )
     return names
+
+
+def _require_folder_of(path: Path | None) -> None:
+    """RequestError before minutes of work, if the report could not be written afterwards."""
+    if path is not None and not path.parent.is_dir():
+        raise RequestError(
+            "--json",
+            found=f"{path}, in a folder that does not exist",
+            expected="a file in an existing folder",
+            remedy="Create the folder first.",
+        )
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from engram_trt.export.accuracy.golden_folder import GoldenFolder, model_file, r
 from engram_trt.export.accuracy.golden_source import GoldenSource, token_map_of
 from engram_trt.export.accuracy.golden_taps import TappedBackend
 from engram_trt.export.graph_pool import trace_kinds
+from engram_trt.export.graph_store import GraphStore, default_folder
 from engram_trt.export.modeling.compute import ComputeConfig
 from engram_trt.export.modeling.weights import experts_are_packed, resident_tensor
 from engram_trt.export.onnx_export import StageExporter
@@ -140,7 +141,9 @@ class GoldenModel:
         if backend == "torch":
             inner = TorchBackend(self.source, compute, token_map)
         else:
-            inner = self._exported(specs, StageExporter(self.source, compute, token_map), folder, progress)
+            # Graphs of an earlier run serve again: they depend on config and numerics, not on weights.
+            exporter = StageExporter(self.source, compute, token_map, GraphStore(default_folder()))
+            inner = self._exported(specs, exporter, folder, progress)
         return Engine.load(self.config, self.deployment, specs, TappedBackend(inner, self.config))
 
     def _exported(

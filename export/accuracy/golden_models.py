@@ -88,8 +88,8 @@ class ModelComparison:
         self._compare("prefill", prefill, 0, prompt)
         if length > prompt:
             decode = run_span(session, model, prompt, [1] * (length - prompt))
-            self._caches(MOMENTS[1], length)
             self._compare("decode", decode, prompt, length)
+        self._caches(MOMENTS[1], length)
         self._chunked()
         self._ragged()
         self._prefill_lengths()

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from engram_trt.export.accuracy import golden_ops_attention as attention
 from engram_trt.export.accuracy import golden_ops_basic as basic
 from engram_trt.export.accuracy import golden_ops_ffn as ffn
+from engram_trt.export.accuracy import golden_ops_indexer as indexer
+from engram_trt.export.accuracy import golden_ops_rounding as rounding
 from engram_trt.export.accuracy.golden_folder import SUFFIX, GoldenFolder
 from engram_trt.export.accuracy.golden_results import Results, Vectors
 from engram_trt.export.accuracy.golden_runner import Runner, runner_for
@@ -14,16 +16,16 @@ from engram_trt.export.accuracy.golden_runner import Runner, runner_for
 Compare = Callable[[Vectors, Runner, basic.Meta], None]
 
 COMPARISONS: Mapping[str, Compare] = {
-    "candidate_blocks": attention.compare_candidate_blocks,
+    "candidate_blocks": indexer.compare_candidate_blocks,
     "compressor": attention.compare_compressor,
     "engram": ffn.compare_engram,
     "hc_block": basic.compare_hc_block,
     "hc_split_sinkhorn": basic.compare_hc_split_sinkhorn,
     "head": basic.compare_head,
-    "indexer": attention.compare_indexer,
+    "indexer": indexer.compare_indexer,
     "moe": ffn.compare_moe,
-    "quant": basic.compare_quant,
-    "quant_linear": basic.compare_quant_linear,
+    "quant": rounding.compare_quant,
+    "quant_linear": rounding.compare_quant_linear,
     "rmsnorm": basic.compare_rmsnorm,
     "rope": basic.compare_rope,
     "sparse_attn": attention.compare_sparse_attn,

@@ -233,7 +233,7 @@ def test_exit_codes_and_json_of_the_command(
     assert "c0.y" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("damage", ["absent", "empty", "no_config", "bad_config", "bad_index", "backend"])
+@pytest.mark.parametrize("damage", ["absent", "empty", "no_config", "bad_config", "bad_index", "backend", "json"])
 def test_wrong_input_is_exit_2(
     part_of_golden: MakePart, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
@@ -249,9 +249,10 @@ def test_wrong_input_is_exit_2(
         (folder / "model/zero4/config.json").write_text("{")
     elif damage == "bad_index":
         (folder / "ops/index.json").write_text("[")
-    else:
+    elif damage == "backend":
         backends = "cuda"
-    assert main(["compare", "--golden", str(folder), "--backends", backends]) == 2
+    outcome = tmp_path / ("nowhere/outcome.json" if damage == "json" else "outcome.json")
+    assert main(["compare", "--golden", str(folder), "--backends", backends, "--json", str(outcome)]) == 2
     error = capsys.readouterr().err
     assert "expected" in error
     assert "Traceback" not in error

@@ -6,10 +6,7 @@ weights as inputs the exporter cannot fold, transpose or rename them, and one tr
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import onnx
 import torch
@@ -19,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from engram_trt.configs.tensors import StageSpec, TensorSpec
 from engram_trt.export.passes.cleanup import drop_unused_outputs
-from engram_trt.plugins.onnx_translation import OPSET, registered_schemas, translation_table
+from engram_trt.plugins.onnx_translation import OPSET, quiet_exporter, registered_schemas, translation_table
 
 _TORCH_DTYPES = {
     "bool": torch.bool,
@@ -62,20 +59,6 @@ class _StageFunction(nn.Module):
         return results
 
 
-@contextmanager
-def _quiet_exporter() -> Iterator[None]:
-    """The exporter's warnings are about packages this project does not use and axes that share a name."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
-
-
 def weight_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers of a stage's module, by name."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -99,7 +82,7 @@ def trace_stage(spec: StageSpec, module: nn.Module) -> onnx.ModelProto:
         examples = [torch.empty(t.resolve(EXAMPLE_SIZES), dtype=_TORCH_DTYPES[t.dtype]) for t in spec.inputs]
         examples += [torch.empty(weight.shape, dtype=weight.dtype) for weight in weights.values()]
     function = _StageFunction(module, spec, tuple(weights)).eval()
-    with registered_schemas(), _quiet_exporter(), torch.no_grad():
+    with registered_schemas(), quiet_exporter(), torch.no_grad():
         program = torch.onnx.export(
             function,
             tuple(examples),

@@ -6,7 +6,6 @@ A body depends on the op, its attributes, its dtype and which inputs a node has.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from engram_trt.plugins.onnx_translation import OPSET, PLUGIN_ATTRIBUTES, PRIMITIVE_TRANSLATIONS
+from engram_trt.plugins.onnx_translation import OPSET, PLUGIN_ATTRIBUTES, PRIMITIVE_TRANSLATIONS, quiet_exporter
 from engram_trt.plugins.spec import NAMESPACE, AttributeValue, Operand, PluginSpec
 
 DYNAMIC_SIZES = {
@@ -113,8 +112,7 @@ def traced_function(reference: Callable[..., object], variant: NodeVariant, over
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
         examples = tuple(_example(operand, variant) for operand in variant.inputs)
     names = [operand.name for operand in variant.inputs]
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
+    with quiet_exporter(), torch.no_grad():
         program = torch.onnx.export(
             _Reference(reference, variant).eval(),
             examples,

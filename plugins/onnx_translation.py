@@ -7,6 +7,8 @@ plugin; every other tool inlines the model-local function of the same name.
 from __future__ import annotations
 
 import inspect
+import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +35,7 @@ _ONNX_TYPES = {
     "float32": "tensor(float)",
     "bfloat16": "tensor(bfloat16)",
 }
+_TALKATIVE_LOGGERS = ("torch.onnx._internal.exporter._registration", "onnx_ir.serde")
 _ENGRAM = onnxscript.values.Opset(NAMESPACE, 1)
 _STANDARD = onnxscript.values.Opset("", OPSET)
 
@@ -75,6 +78,22 @@ def registered_schemas() -> Iterator[None]:
     finally:
         for spec in SPECS:
             onnx.defs.deregister_schema(spec.name, 1, NAMESPACE)
+
+
+@contextmanager
+def quiet_exporter() -> Iterator[None]:
+    """Silence about packages this project does not use, axes that share a name, and types filled in later."""
+    loggers = [logging.getLogger(name) for name in _TALKATIVE_LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def emit(spec: PluginSpec, inputs: Sequence[Any], attributes: Mapping[str, AttributeValue]) -> Any:

@@ -1,7 +1,8 @@
 """An Engram table in parts: by equal runs of rows, or by whole hash columns; addressed with 64 bits.
 
 A part is memory that a back end allocated. Gathering from it is a copy on the CPU; a back end whose memory the
-host cannot read needs a gather of its own and is refused here.
+host cannot read needs a gather of its own and is refused here. Shards on a GPU are therefore neither there nor
+measured; a whole table on a GPU is the back end's own.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class EngramStore:
             CheckpointError: the source changed, cannot be read, or has a scale that is not a number.
         """
         table = self.tables[layer_id]
-        distinct, positions = np.unique(ids, return_inverse=True)
+        distinct, positions = _distinct(ids.reshape(-1))
         self._check_range(table.shape, distinct)
         table.check()
         count = distinct.shape[0]
@@ -271,6 +271,17 @@ class EngramStore:
             expected=f"0..{shape.num_rows - 1}",
             remedy="Hash stage and table do not belong together: export the checkpoint again.",
         )
+
+
+def _distinct(ids: Ids) -> tuple[Ids, Ids]:
+    """Ascending distinct ids, and the place of every id among them (`np.unique`, lighter)."""
+    order = np.argsort(ids)
+    ascending = ids[order]
+    is_new = np.ones(ids.size, dtype=np.bool_)
+    np.not_equal(ascending[1:], ascending[:-1], out=is_new[1:])
+    positions = np.empty(ids.size, dtype=np.int64)
+    positions[order] = np.cumsum(is_new) - 1
+    return ascending[is_new], positions
 
 
 def _check_scales(shape: TableShape, ids: Ids, scales: Bytes) -> None:

@@ -126,9 +126,10 @@ class MappedTable(Table):
         self.shape = shape
         self._rows = _MappedTensor(rows, files.open(rows.shard))
         self._scales = _MappedTensor(scales, files.open(scales.shard))
+        self._files = {self._rows.file, self._scales.file}
 
     def check(self) -> None:
-        for file in {self._rows.file, self._scales.file}:
+        for file in self._files:
             file.check()
 
     def prepare(self, ids: Ids) -> None:

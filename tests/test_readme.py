@@ -30,6 +30,16 @@ def test_commands_parse() -> None:
         assert arguments.verb == words[1]
 
 
+def test_the_deployment_file_is_one() -> None:
+    import tomllib
+
+    from engram_trt.configs.deployment import DeploymentConfig
+
+    (example,) = re.findall(r"```toml\n(.*?)```", README, flags=re.DOTALL)
+    deployment = DeploymentConfig.from_dict(tomllib.loads(example))
+    assert (deployment.limits.max_rollback, deployment.engram.residency) == (8, "mmap")
+
+
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"make ([a-z-]+)", README))

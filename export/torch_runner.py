@@ -18,19 +18,11 @@ from engram_trt.export.modeling.compute import ComputeConfig
 from engram_trt.export.modeling.probe import Recorder
 from engram_trt.export.modeling.weights import WeightSource, experts_are_packed, resident_tensor
 from engram_trt.export.stages.chain import load_stage, stage_module, stage_specs
+from engram_trt.plugins.float_tables import TORCH_DTYPES
 from engram_trt.runtime.artifact import Artifact
 from engram_trt.runtime.engine import Engine
 from engram_trt.runtime.stage_runners.contract import Array, Backend, Buffer, Run, StageRunner, View
 from engram_trt.runtime.token_map import TokenMap
-
-_DTYPES = {
-    "bool": torch.bool,
-    "int8": torch.int8,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-}
 
 
 class TorchBuffer(Buffer):
@@ -106,7 +98,7 @@ class TorchBackend(Backend):
         self._resident: dict[tuple[int, str], View] = {}
 
     def allocate(self, dtype: str, num_elements: int) -> Buffer:
-        return TorchBuffer(dtype, torch.zeros(num_elements, dtype=_DTYPES[dtype]))
+        return TorchBuffer(dtype, torch.zeros(num_elements, dtype=TORCH_DTYPES[dtype]))
 
     def load(self, spec: StageSpec) -> StageRunner:
         module = stage_module(spec, self.source.config, self.compute, self.token_map)

@@ -16,16 +16,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from engram_trt.configs.tensors import StageSpec, TensorSpec
 from engram_trt.export.passes.cleanup import drop_unused_outputs
+from engram_trt.plugins.float_tables import TORCH_DTYPES
 from engram_trt.plugins.onnx_translation import OPSET, quiet_exporter, registered_schemas, translation_table
-
-_TORCH_DTYPES = {
-    "bool": torch.bool,
-    "int8": torch.int8,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-}
 
 EXAMPLE_SIZES = {
     "batch": 3,
@@ -79,7 +71,7 @@ def trace_stage(spec: StageSpec, module: nn.Module) -> onnx.ModelProto:
     dims = {symbol: torch.export.Dim(symbol, min=1, max=2**31 - 2) for symbol in EXAMPLE_SIZES}
     shapes = [_dynamic_axes(tensor, dims) for tensor in spec.inputs] + [None] * len(weights)
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
-        examples = [torch.empty(t.resolve(EXAMPLE_SIZES), dtype=_TORCH_DTYPES[t.dtype]) for t in spec.inputs]
+        examples = [torch.empty(t.resolve(EXAMPLE_SIZES), dtype=TORCH_DTYPES[t.dtype]) for t in spec.inputs]
         examples += [torch.empty(weight.shape, dtype=weight.dtype) for weight in weights.values()]
     function = _StageFunction(module, spec, tuple(weights)).eval()
     with registered_schemas(), quiet_exporter(), torch.no_grad():

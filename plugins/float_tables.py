@@ -6,6 +6,8 @@ that a decoder that reads them is independent of a library's casts. E4M3 here is
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,17 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 E8M0_BIAS = 127
+
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    "bool": torch.bool,
+    "int8": torch.int8,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+}
+"""The dtypes a stage's tensors can have, by their name in a spec."""
 
 
 def torch_dtype(onnx_data_type: int) -> torch.dtype:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from engram_trt.plugins.float_tables import TORCH_DTYPES
 from engram_trt.plugins.onnx_translation import OPSET, PLUGIN_ATTRIBUTES, PRIMITIVE_TRANSLATIONS, quiet_exporter
 from engram_trt.plugins.spec import NAMESPACE, AttributeValue, Operand, PluginSpec
 
@@ -29,14 +30,6 @@ DYNAMIC_SIZES = {
     "capacity": 631,
 }
 """Extents that vary at run time, with the value a trace uses."""
-
-_TORCH_DTYPES = {
-    "int8": torch.int8,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +136,7 @@ def _resolve(extent: str | int, sizes: Mapping[str, int]) -> int:
 def _example(operand: Operand, variant: NodeVariant) -> Tensor:
     dtype = variant.dtype if operand.dtype in ("T", "W", "C") else operand.dtype
     shape = [_resolve(extent, variant.sizes) for extent in operand.shape]
-    return torch.empty(shape, dtype=_TORCH_DTYPES[dtype])
+    return torch.empty(shape, dtype=TORCH_DTYPES[dtype])
 
 
 def _axes(operand: Operand, sizes: Mapping[str, int], dims: dict[str, object]) -> dict[int, object] | None:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-DEAD = -1
-"""Compressed id of an image position, and of a position before the sequence begins."""
+from engram_trt.plugins.engram_hash.spec import DEAD
 
 Ids = npt.NDArray[np.int64]
 

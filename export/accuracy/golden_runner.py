@@ -19,16 +19,10 @@ from engram_trt.export.onnx_export import IR_VERSION
 from engram_trt.export.passes.cleanup import drop_untyped_values
 from engram_trt.export.passes.functions import FunctionLibrary
 from engram_trt.export.tracing import trace_stage, weight_tensors
+from engram_trt.plugins.float_tables import TORCH_DTYPES
 
 Inputs = Mapping[str, Tensor]
-_DTYPES = {
-    torch.bool: "bool",
-    torch.int8: "int8",
-    torch.int32: "int32",
-    torch.int64: "int64",
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-}
+_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 _MARK = "result_"

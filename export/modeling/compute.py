@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from engram_trt.configs.deployment import DeploymentConfig
+from engram_trt.plugins.float_tables import TORCH_DTYPES
 from engram_trt.plugins.quantize_dequantize.spec import FP8_E8M0_32
 
 NO_FORMAT = -1
 """Activation format of a linear whose input is used as it is."""
-
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

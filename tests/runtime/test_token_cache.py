@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_model import small_engine
 
+from engram_trt.plugins.engram_hash.spec import DEAD
 from engram_trt.runtime.engine import Engine
 from engram_trt.runtime.session import Session
-from engram_trt.runtime.token_cache import DEAD, TokenCache
+from engram_trt.runtime.token_cache import TokenCache
 
 ROWS, HISTORY, ROLLBACK = 3, 3, 4
 COMPRESSED = st.integers(-1, 50)  # -1 is an image position

@@ -1,6 +1,10 @@
 """ONNX form, by hand: a loop over the distinct chosen experts, so that only those are read and dequantised.
 
 At most one expert's three matrices exist in float at a time; everything else is bound as it is stored.
+
+Packed codes are looked up low nibbles first, then high ones, and stay so within each group of 32: to interleave the
+two would cost more than the lookup. The projections' inputs are put into the same order instead, even columns of a
+group before odd ones, which leaves every product and every group's rounding, and only reorders sums.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ _CHOICE = """
     num_used = Size (used)
     shape = Shape (ffn_in)
     zeros = ConstantOfShape <value = float[1] {{0}}> (shape)
+{order_in}
 """
 
 _NORMALISE = """
@@ -50,8 +55,8 @@ _EXPERT = """
     pairs = Transpose <perm = [1, 0]> (places)
     routing_rows = GatherND (routing, pairs)
     routing_column = Unsqueeze (routing_rows, last)
-    stored_x = Gather <axis = 0> (ffn_in, rows)
-    x = {round_x} (stored_x)
+    stored_x = Gather <axis = 0> (ordered_ffn_in, rows)
+    x = {round_op} (stored_x)
 {weights}
     gate_T = Gemm <transB = 1> (x, w1)
     up_T = Gemm <transB = 1> (x, w3)
@@ -62,9 +67,10 @@ _EXPERT = """
     silu = Mul (gate, sigmoid)
     product = Mul (silu, up)
     weighted = Mul (product, routing_column)
-    hidden_T = Cast <to = {T}> (weighted)
-    hidden = {round_x} (hidden_T)
-    output_T = Gemm <transB = 1> (hidden, w2)
+    hidden = Cast <to = {T}> (weighted)
+{order_hidden}
+    rounded_hidden = {round_op} (ordered_hidden)
+    output_T = Gemm <transB = 1> (rounded_hidden, w2)
     output = Cast <to = 1> (output_T)
     targets = Unsqueeze (rows, last)
     sum_out = ScatterND <reduction = "add"> (sum_in, targets, output)
@@ -90,15 +96,32 @@ _FLOAT_WEIGHT = """
 
 _PACKED_WEIGHT = """
     {w}_codes = Gather <axis = 0> (experts_{w}, expert)
-    {w}_index = Cast <to = 6> ({w}_codes)
-    {w}_pairs = Gather <axis = 0> (e2m1_pairs, {w}_index)
-    {w}_groups = Reshape ({w}_pairs, group_shape)
+    {w}_code_rows = Cast <to = 6> ({w}_codes)
+    {w}_index = Reshape ({w}_code_rows, last)
+    {w}_low = GatherElements <axis = 0> (e2m1_low, {w}_index)
+    {w}_high = GatherElements <axis = 0> (e2m1_high, {w}_index)
+    {w}_low_groups = Reshape ({w}_low, half_group_shape)
+    {w}_high_groups = Reshape ({w}_high, half_group_shape)
+    {w}_groups = Concat <axis = 1> ({w}_low_groups, {w}_high_groups)
     {w}_bytes = Gather <axis = 0> (experts_{w}_scale, expert)
-    {w}_exponents = Cast <to = 6> ({w}_bytes)
+    {w}_byte_rows = Cast <to = 6> ({w}_bytes)
+    {w}_exponents = Reshape ({w}_byte_rows, last)
     {w}_factors = Gather <axis = 0> (e8m0_column, {w}_exponents)
     {w}_scaled = Mul ({w}_groups, {w}_factors)
-    {w}_flat = Reshape ({w}_scaled, flat_shape)
+    {w}_rows = Shape <start = 0, end = 1> ({w}_codes)
+    {w}_shape = Concat <axis = 0> ({w}_rows, last)
+    {w}_flat = Reshape ({w}_scaled, {w}_shape)
     {w} = Cast <to = {T}> ({w}_flat)
+"""
+
+_EVEN_THEN_ODD = """
+    {x}_pairs = Reshape ({x}, pair_shape)
+    {x}_halves = Transpose <perm = [0, 1, 3, 2]> ({x}_pairs)
+    ordered_{x} = Reshape ({x}_halves, flat_shape)
+"""
+
+_AS_STORED = """
+    ordered_{x} = Identity ({x})
 """
 
 _LOOP = """
@@ -113,15 +136,24 @@ def function(variant: NodeVariant, overload: str) -> onnx.FunctionProto:
     """The body for packed or float experts, with or without input rounding, in one dtype."""
     nodes = _parse(_source(variant), variant)
     if _is_packed(variant):
-        tables = {"e2m1_pairs": E2M1_PAIR_TABLE.numpy(), "e8m0_column": E8M0_TABLE.reshape(-1, 1).numpy()}
-        constants = [
-            helper.make_node("Constant", [], [name], value=numpy_helper.from_array(values, name))
-            for name, values in tables.items()
-        ]
-        shapes = {"group_shape": [0, -1, GROUP], "flat_shape": [0, -1]}
-        constants += [helper.make_node("Constant", [], [name], value_ints=shape) for name, shape in shapes.items()]
-        nodes = constants + nodes
+        nodes = _constants() + nodes
     return function_proto(variant, nodes, ["routed_output"], overload)
+
+
+def _constants() -> list[onnx.NodeProto]:
+    """Lookup tables and shapes of the packed form."""
+    pairs = E2M1_PAIR_TABLE.numpy()
+    tables = {"e2m1_low": pairs[:, 0], "e2m1_high": pairs[:, 1], "e8m0_column": E8M0_TABLE.reshape(-1, 1).numpy()}
+    shapes = {
+        "half_group_shape": [-1, GROUP // 2],
+        "pair_shape": [0, -1, GROUP // 2, 2],
+        "flat_shape": [0, -1],
+    }
+    constants = [
+        helper.make_node("Constant", [], [name], value=numpy_helper.from_array(values.copy(), name))
+        for name, values in tables.items()
+    ]
+    return constants + [helper.make_node("Constant", [], [name], value_ints=shape) for name, shape in shapes.items()]
 
 
 def _is_packed(variant: NodeVariant) -> bool:
@@ -133,13 +165,20 @@ def _source(variant: NodeVariant) -> str:
     k, limit = int(attributes["n_activated_experts"]), float(attributes["swiglu_limit"])
     data_type = TensorProto.BFLOAT16 if variant.dtype == "bfloat16" else _FLOAT
     normalised = attributes["norm_topk_prob"] and k > 1
-    normalise = _NORMALISE.format(eps=WEIGHT_EPS) if normalised else "    weights = Identity (chosen_scores)\n"
-    choice = _CHOICE.format(k=k, normalise=normalise, route_scale=float(attributes["route_scale"]))
-    weight = _PACKED_WEIGHT if _is_packed(variant) else _FLOAT_WEIGHT
+    packed = _is_packed(variant)
+    weight, order = (_PACKED_WEIGHT, _EVEN_THEN_ODD) if packed else (_FLOAT_WEIGHT, _AS_STORED)
+    round_op = "Identity" if attributes["activation_format"] < 0 else "RoundInput"
+    choice = _CHOICE.format(
+        k=k,
+        normalise=_NORMALISE.format(eps=WEIGHT_EPS) if normalised else "    weights = Identity (chosen_scores)\n",
+        route_scale=float(attributes["route_scale"]),
+        order_in=order.format(x="ffn_in"),
+    )
     body = _EXPERT.format(
         weights="".join(weight.format(w=name, T=data_type) for name in ("w1", "w2", "w3")),
         clamp=_CLAMP.format(limit=limit) if limit > 0 else _NO_CLAMP,
-        round_x="Identity" if attributes["activation_format"] < 0 else "RoundInput",
+        round_op=round_op,
+        order_hidden=order.format(x="hidden"),
         T=data_type,
     )
     return choice + _LOOP.format(body=body)

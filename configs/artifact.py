@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
+from engram_trt.configs.artifact_records import (
+    FileRecord,
+    ResidentPart,
+    ResidentRecord,
+    StageRecord,
+    document_digest,
+    file_digest,
+    require_digest,
+)
 from engram_trt.configs.deployment import DeploymentConfig
 from engram_trt.configs.errors import ArtifactError, UserError
 from engram_trt.configs.json_file import read_json_object
-from engram_trt.configs.tensors import StageSpec
+
+__all__ = [
+    "FORMAT",
+    "MANIFEST_NAME",
+    "VERSION",
+    "WEIGHT_MARK",
+    "FileRecord",
+    "Manifest",
+    "ResidentPart",
+    "ResidentRecord",
+    "StageRecord",
+    "document_digest",
+    "file_digest",
+]
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "engram-trt artefact"
@@ -23,74 +43,7 @@ WEIGHT_MARK = "engram_trt.weight"
 """ONNX metadata key of an initializer that is a weight: constants of a graph are the same in every layer of a kind,
 weights are not."""
 
-_BLOCK_BYTES = 1 << 22
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileRecord:
-    """One file of the artefact: path inside its folder, size, SHA-256 (hex)."""
-
-    path: str
-    num_bytes: int
-    sha256: str
-
-    @classmethod
-    def of(cls, root: Path, file: Path) -> FileRecord:
-        """Measure a file."""
-        return cls(path=file.relative_to(root).as_posix(), num_bytes=file.stat().st_size, sha256=file_digest(file))
-
-    def locate(self, root: Path) -> Path:
-        """The file, which must lie inside `root` and have the recorded size; ArtifactError otherwise."""
-        relative = PurePosixPath(self.path)
-        if relative.is_absolute() or ".." in relative.parts:
-            raise _damaged(root / MANIFEST_NAME, f"the path {self.path!r}", "a path inside the artefact")
-        file = root / relative
-        if not file.is_file() or not file.resolve().is_relative_to(root.resolve()):
-            raise _damaged(file, "no such file inside the artefact", f"a file of {self.num_bytes:,} bytes")
-        if file.stat().st_size != self.num_bytes:
-            raise _damaged(file, f"{file.stat().st_size:,} bytes", f"{self.num_bytes:,}")
-        return file
-
-    def verify(self, root: Path) -> Path:
-        """`locate`, and compare the digest."""
-        file = self.locate(root)
-        found = file_digest(file)
-        if found != self.sha256:
-            raise _damaged(file, f"SHA-256 {found[:12]}...", f"{self.sha256[:12]}...")
-        return file
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResidentPart:
-    """A piece of a resident tensor in the checkpoint: shard file name, absolute offset and length in bytes."""
-
-    shard: str
-    offset: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResidentRecord:
-    """Weights that stay in the checkpoint: the parts, in order, are the tensor.
-
-    `sha256` is over the parts' bytes, or None where the export was asked not to read weights.
-    """
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    parts: tuple[ResidentPart, ...]
-    sha256: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageRecord:
-    """One stage: its interface, its files, and the digest of everything they were made from."""
-
-    spec: StageSpec
-    onnx: FileRecord
-    data: FileRecord
-    inputs_digest: str
+_MAX_MANIFEST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +59,7 @@ class Manifest:
         token_map_sha256: of the whole compressed token map; None for a model without Engram.
         tools: name -> version of what decided the graphs.
         stages: in the order they run.
-        residents: weights to bind from the checkpoint.
+        residents: weights to bind, from the checkpoint or from copies.
         files: config and tokenizer.
     """
 
@@ -121,6 +74,28 @@ class Manifest:
     residents: tuple[ResidentRecord, ...]
     files: tuple[FileRecord, ...]
 
+    def __post_init__(self) -> None:
+        for digest in (self.model_digest, self.checkpoint_digest, self.token_map_sha256):
+            if digest is not None:
+                require_digest(digest)
+        if not isinstance(self.has_weights, bool) or not isinstance(self.checkpoint_path, str):
+            raise ValueError("has_weights or checkpoint_path of another type")
+        if not all(isinstance(text, str) for pair in self.tools.items() for text in pair):
+            raise ValueError("tools that are no versions")
+        paths = [record.path for record in self.all_files()]
+        names = [record.spec.name for record in self.stages]
+        keys = [record.key for record in self.residents]
+        for what, entries in (("file", paths), ("stage", names), ("resident tensor", keys)):
+            if len(set(entries)) != len(entries):
+                raise ValueError(f"a {what} listed twice")
+
+    def all_files(self) -> Iterator[FileRecord]:
+        """Every file of the artefact but the manifest, the small ones first."""
+        yield from self.files
+        for stage in self.stages:
+            yield from (stage.onnx, stage.data)
+        yield from (record.copy for record in self.residents if record.copy is not None)
+
     def to_json(self) -> dict[str, Any]:
         """Plain JSON, with a digest over the rest, so that an edit by hand is noticed."""
         document: dict[str, Any] = {
@@ -133,26 +108,9 @@ class Manifest:
             "checkpoint_digest": self.checkpoint_digest,
             "token_map_sha256": self.token_map_sha256,
             "tools": dict(self.tools),
-            "files": [_plain(record) for record in self.files],
-            "stages": [
-                {
-                    "spec": record.spec.to_json(),
-                    "onnx": _plain(record.onnx),
-                    "data": _plain(record.data),
-                    "inputs_digest": record.inputs_digest,
-                }
-                for record in self.stages
-            ],
-            "residents": [
-                {
-                    "key": record.key,
-                    "dtype": record.dtype,
-                    "shape": list(record.shape),
-                    "sha256": record.sha256,
-                    "parts": [[part.shard, part.offset, part.num_bytes] for part in record.parts],
-                }
-                for record in self.residents
-            ],
+            "files": [record.to_json() for record in self.files],
+            "stages": [record.to_json() for record in self.stages],
+            "residents": [record.to_json() for record in self.residents],
         }
         return {**document, "digest": document_digest(document)}
 
@@ -176,20 +134,26 @@ class Manifest:
                 expected="an artefact",
                 remedy="Write one with `engram-trt export CHECKPOINT --out DIR`.",
             )
-        document = read_json_object(path, ArtifactError)
+        return cls.parse(read_json_object(path, ArtifactError, max_bytes=_MAX_MANIFEST_BYTES), path)
+
+    @classmethod
+    def parse(cls, document: dict[str, Any], path: Path) -> Manifest:
+        """Check a parsed `manifest.json`; see `read`. Whatever it holds, the answer is one or an ArtifactError."""
         if document.get("format") != FORMAT or document.get("version") != VERSION:
             raise ArtifactError(
                 str(path),
-                found=f"format {document.get('format')!r}, version {document.get('version')!r}",
+                found=f"format {document.get('format')!r:.80}, version {document.get('version')!r:.80}",
                 expected=f"{FORMAT!r}, version {VERSION}",
                 remedy="Export the checkpoint again with this version of engram-trt.",
             )
-        stated = document.pop("digest", None)
-        if stated != document_digest(document):
-            raise _damaged(path, "a manifest that was changed after it was written", "its own digest")
         try:
+            rest = {key: value for key, value in document.items() if key != "digest"}
+            if document.get("digest") != document_digest(rest):
+                raise _damaged(path, "a manifest that was changed after it was written", "its own digest")
             return cls._from_json(document)
-        except (KeyError, TypeError, ValueError, UserError) as error:
+        except ArtifactError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, UserError) as error:
             raise _damaged(path, f"an entry that cannot be read ({error})", "what export writes") from None
 
     @classmethod
@@ -201,54 +165,11 @@ class Manifest:
             checkpoint_path=document["checkpoint_path"],
             checkpoint_digest=document["checkpoint_digest"],
             token_map_sha256=document["token_map_sha256"],
-            tools=document["tools"],
-            files=tuple(_file(item) for item in document["files"]),
-            stages=tuple(
-                StageRecord(
-                    spec=StageSpec.from_json(item["spec"]),
-                    onnx=_file(item["onnx"]),
-                    data=_file(item["data"]),
-                    inputs_digest=item["inputs_digest"],
-                )
-                for item in document["stages"]
-            ),
-            residents=tuple(
-                ResidentRecord(
-                    key=item["key"],
-                    dtype=item["dtype"],
-                    shape=tuple(item["shape"]),
-                    sha256=item["sha256"],
-                    parts=tuple(
-                        ResidentPart(shard=shard, offset=offset, num_bytes=num_bytes)
-                        for shard, offset, num_bytes in item["parts"]
-                    ),
-                )
-                for item in document["residents"]
-            ),
+            tools=dict(document["tools"]),
+            files=tuple(FileRecord.from_json(item) for item in document["files"]),
+            stages=tuple(StageRecord.from_json(item) for item in document["stages"]),
+            residents=tuple(ResidentRecord.from_json(item) for item in document["residents"]),
         )
-
-
-def document_digest(document: Mapping[str, Any]) -> str:
-    """SHA-256 (hex) of canonical JSON."""
-    text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 (hex) of a file's content."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _plain(record: FileRecord) -> dict[str, Any]:
-    return {"path": record.path, "bytes": record.num_bytes, "sha256": record.sha256}
-
-
-def _file(document: Mapping[str, Any]) -> FileRecord:
-    return FileRecord(path=document["path"], num_bytes=document["bytes"], sha256=document["sha256"])
 
 
 def _damaged(where: Path, found: str, expected: str) -> ArtifactError:

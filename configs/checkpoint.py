@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,9 @@ from engram_trt.configs.inventory import TensorShape, checkpoint_tensors
 from engram_trt.configs.json_file import parse_json_object, read_bytes
 from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.safetensors_header import ShardHeader, TensorEntry
+from engram_trt.configs.shard_reading import BLOCK_BYTES, check_scale_block, opened_shard, read_blocks
 
-_SCALE_NAN = 255
-_SCAN_BYTES = 64 << 20
+_SCAN_BYTES = BLOCK_BYTES
 
 ByteMap = np.memmap[Any, np.dtype[np.uint8]]
 
@@ -119,7 +118,7 @@ class Checkpoint:
         """The raw bytes of a tensor: a read-only map, uint8 [nbytes]; pages are read when touched.
 
         Raises:
-            CheckpointError: for an unknown tensor, or a shard whose size changed since it was opened.
+            CheckpointError: for an unknown tensor, or a shard that changed since it was opened.
         """
         entry = self.entry(name)
         shard = self._maps.get(entry.shard)
@@ -129,46 +128,38 @@ class Checkpoint:
         return view
 
     def _map(self, shard: Path) -> ByteMap:
-        expected = self._shards[shard].file_bytes
-        try:
-            found = os.stat(shard).st_size
-            if found != expected:
-                raise CheckpointError(
-                    str(shard),
-                    found=f"{found:,} bytes",
-                    expected=f"{expected:,}, as when it was opened",
-                    remedy="Do not change a checkpoint while it is in use.",
-                )
-            return np.memmap(shard, dtype=np.uint8, mode="r", shape=(expected,))
-        except OSError as cause:
-            raise CheckpointError(
-                str(shard),
-                found=f"a shard that cannot be mapped ({cause.strerror or cause})",
-                expected="a readable file",
-                remedy="Check that the checkpoint is still there.",
-            ) from None
+        with opened_shard(self._shards[shard]) as file:
+            return np.memmap(file, dtype=np.uint8, mode="r", shape=(self._shards[shard].file_bytes,))
+
+    def blocks(self, name: str, block_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
+        """The raw bytes of a tensor, block by block, read and not mapped; see `read_blocks`."""
+        entry = self.entry(name)
+        return read_blocks(self._shards[entry.shard], entry, block_bytes)
+
+    def header(self, name: str) -> ShardHeader:
+        """The header of the shard that holds a tensor."""
+        return self._shards[self.entry(name).shard]
+
+    def require_unchanged(self, names: Iterable[str]) -> None:
+        """Refuse shards of these tensors that were written to since the checkpoint was opened."""
+        for shard in {self.entry(name).shard for name in names}:
+            with opened_shard(self._shards[shard]):
+                pass
 
     def check_scales(self, entry: TensorEntry) -> None:
         """Refuse an E8M0 scale that is NaN (byte 255); other dtypes hold no such scale and pass.
 
-        The scan is by blocks of 64 MiB, so a table of gigabytes needs no more memory than that.
+        The scan is by blocks, so a table of gigabytes needs no more memory than one.
 
         Raises:
             CheckpointError: naming the tensor and the first such row and block.
         """
         if entry.dtype != "F8_E8M0":
             return
-        data = self.bytes(entry.name)
-        for start in range(0, entry.nbytes, _SCAN_BYTES):
-            bad = np.flatnonzero(data[start : start + _SCAN_BYTES] == _SCALE_NAN)
-            if bad.size:
-                row, block = divmod(start + int(bad[0]), entry.shape[-1] if entry.shape else 1)
-                raise CheckpointError(
-                    f"{entry.shard}: {entry.name}",
-                    found=f"scale byte 255 (not a number) in row {row}, block {block}",
-                    expected="a power of two, bytes 0..254",
-                    remedy="The weights are damaged; fetch the shard again.",
-                )
+        start = 0
+        for block in self.blocks(entry.name, _SCAN_BYTES):
+            check_scale_block(entry, start, block)
+            start += len(block)
 
 
 def _resolved(path: Path) -> Path:

@@ -52,12 +52,10 @@ def containment_root(root: Path) -> Path:
     """The folder that links inside a checkpoint may point into.
 
     It is the checkpoint's own folder; in a hub cache, whose snapshots are links to a shared blob folder, it is
-    the `models--owner--name` folder around both.
+    the `models--owner--name` folder around both (`models--owner--name/snapshots/revision`).
     """
-    for folder in (root, *root.parents):
-        if folder.name.startswith("models--"):
-            return folder
-    return root
+    model = root.parent.parent
+    return model if root.parent.name == "snapshots" and model.name.startswith("models--") else root
 
 
 def file_in(root: Path, name: str, where: str) -> Path:
@@ -66,13 +64,7 @@ def file_in(root: Path, name: str, where: str) -> Path:
     Raises:
         CheckpointError: for a name with folders in it, and for a link out of the checkpoint.
     """
-    if not name or name in (".", "..") or any(sign in name for sign in ("/", "\\", "\0")):
-        raise CheckpointError(
-            where,
-            found=f"the file name {name!r}",
-            expected="a plain file name",
-            remedy="Do not use this checkpoint: a file name must not leave its folder.",
-        )
+    _require_plain(name, where)
     path = root / name
     target = Path(os.path.realpath(path))
     if not target.is_relative_to(containment_root(root)):
@@ -83,6 +75,16 @@ def file_in(root: Path, name: str, where: str) -> Path:
             remedy="Copy the file into the checkpoint folder.",
         )
     return path
+
+
+def _require_plain(name: str, where: str) -> None:
+    if not name or name in (".", "..") or any(sign in name for sign in ("/", "\\", "\0")):
+        raise CheckpointError(
+            where,
+            found=f"the file name {name[:200]!r}",
+            expected="a plain file name",
+            remedy="Do not use this checkpoint: a file name must not leave its folder.",
+        )
 
 
 def read_index(root: Path) -> ShardIndex:
@@ -129,6 +131,8 @@ def _parse_index(root: Path) -> ShardIndex:
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not shard.endswith(".safetensors"):
             raise _bad_index(path, f"{str(shard)[:80]!r} as the shard of {name}", "a .safetensors file name")
+    for shard in set(weight_map.values()):
+        _require_plain(shard, str(path))
     return ShardIndex(
         path=path,
         weight_map=weight_map,

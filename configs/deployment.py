@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -19,6 +20,9 @@ from engram_trt.configs.model import ModelConfig
 _MAX_FILE_BYTES = 1 << 20
 _LOWEST_LIMITS = {"max_batch": 1, "max_step_tokens": 1, "max_context": 1, "max_rollback": 0}
 _HIGHEST_LIMIT = 2**31 - 1
+_DEVICE = re.compile(r"cpu(:\d{1,4})?|cuda:\d{1,3}")
+_EXPORTED = ("dtype", "activation_quantization", "cache_quantization", "limits", "dspark_taps")
+"""Keys that shaped an artefact's graphs; the others may be chosen anew whenever it is opened."""
 _CHOICES = {
     "dtype": ("float32", "bfloat16"),
     "activation_quantization": ("none", "reference"),
@@ -28,15 +32,15 @@ _CHOICES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlacement:
-    """A run of backbone layers on one device.
+    """A run of backbone layers on one device. Hash and embedding are with the first layer, the head with the last.
 
     Attributes:
         device: one of the deployment's devices.
-        layers: first and last layer id, both included.
+        layers: first and last layer id, both included; empty, in the last place, for the head alone.
     """
 
     device: str
-    layers: tuple[int, int]
+    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +52,8 @@ class DeploymentConfig:
         activation_quantization: `reference` rounds the inputs of FP8 and FP4 linears as the reference does.
         cache_quantization: `reference` rounds cached rows, index queries and index keys likewise.
         limits: what a session may ask for.
-        devices: where stages may run.
-        stages: placement of the layers; empty puts all on the first device.
+        devices: where stages run: `cpu`, `cpu:N` (a runner pinned to core N) or `cuda:N`; in order of the chain.
+        stages: placement of the layers; empty spreads them over the devices by bytes and floor times.
         dspark_taps: whether the input streams of the draft's target layers are an output.
         engram: where the Engram tables live; may be changed when an artefact is opened.
 
@@ -79,18 +83,29 @@ class DeploymentConfig:
             _bad("limits.max_step_tokens", str(self.limits.max_step_tokens), expected)
         if not self.devices or len(set(self.devices)) != len(self.devices):
             _bad("devices", str(list(self.devices)), "at least one device, each named once")
+        for position, device in enumerate(self.devices):
+            if not _DEVICE.fullmatch(device):
+                _bad(f"devices[{position}]", repr(device), "a device: cpu, cpu:N (pinned to core N) or cuda:N")
         self._check_stages()
 
     def _check_stages(self) -> None:
-        next_layer = 0
+        next_layer, order = 0, list[str]()
         for position, stage in enumerate(self.stages):
             key = f"stages[{position}]"
-            first, last = stage.layers
             if stage.device not in self.devices:
                 _bad(f"{key}.device", repr(stage.device), f"one of {list(self.devices)}")
+            order += [stage.device] if order[-1:] != [stage.device] else []
+            if not stage.layers:
+                if position == 0 or position != len(self.stages) - 1:
+                    _bad(f"{key}.layers", "[]", "[first, last]; only the last entry may hold the head alone")
+                continue
+            first, last = stage.layers
             if first != next_layer or last < first:
-                _bad(f"{key}.layers", f"[{first}, {last}]", f"[{next_layer}, last], following the one before")
+                found = f"[{first}, {last}]" + _twice_or_never(first, next_layer)
+                _bad(f"{key}.layers", found, f"[{next_layer}, last], following the one before")
             next_layer = last + 1
+        if self.stages and order != list(self.devices):
+            _bad("stages", f"devices in the order {order}", f"one range of layers for each of {list(self.devices)}")
 
     @classmethod
     def from_file(cls, path: Path | str) -> DeploymentConfig:
@@ -130,6 +145,32 @@ class DeploymentConfig:
                 remedy=error.remedy,
             ) from None
 
+    @classmethod
+    def for_artifact(cls, path: Path | str, exported: DeploymentConfig) -> DeploymentConfig:
+        """Read a file that says where an exported artefact runs.
+
+        Args:
+            path: devices, stages and Engram residency of this machine; what the export has fixed may be repeated.
+            exported: the deployment of the artefact; gives every key that the file leaves out.
+
+        Raises:
+            DeploymentError: as `from_file`, or the file asks for other graphs than the artefact has.
+        """
+        chosen, given = cls.from_file(path), tomllib.loads(Path(path).read_text("utf-8"))
+        for key in _EXPORTED:
+            same = getattr(chosen, key) == getattr(exported, key)
+            if key == "limits":
+                limits = exported.to_dict()["limits"]
+                same = all(limits[name] == value for name, value in given.get(key, {}).items())
+            if key in given and not same:
+                raise DeploymentError(
+                    f"{path}: {key}",
+                    found=str(given[key]),
+                    expected=f"{exported.to_dict()[key]}, as the artefact was exported",
+                    remedy="Remove the key, or export again with this file.",
+                )
+        return cls.from_dict({**exported.to_dict(), **_placing(given)}, where=str(path))
+
     def to_dict(self) -> dict[str, Any]:
         """The same as plain values, which `from_dict` reads back."""
         return {
@@ -162,18 +203,41 @@ class DeploymentConfig:
         longest = config.max_position_embeddings
         if longest is not None and self.limits.max_context > longest:
             _bad("limits.max_context", str(self.limits.max_context), f"at most {longest}, the model's own")
+        self._require_stages_fit(config)
+
+    def _require_stages_fit(self, config: ModelConfig) -> None:
         if not self.stages:
             return
-        if self.stages[-1].layers[1] != config.n_layers - 1:
-            found = f"{self.stages[-1].layers[1]} as the last layer"
-            _bad(f"stages[{len(self.stages) - 1}].layers", found, str(config.n_layers - 1))
+        position = max(n for n, stage in enumerate(self.stages) if stage.layers)
+        if self.stages[position].layers[1] != config.n_layers - 1:
+            found = f"{self.stages[position].layers[1]} as the last layer"
+            remedy = "Place every layer once; is it a deployment of another model?"
+            _bad(f"stages[{position}].layers", found, str(config.n_layers - 1), remedy)
         cheap = free_boundaries(config)
         for position in range(1, len(self.stages)):
             before, stage = self.stages[position - 1], self.stages[position]
-            if stage.device != before.device and stage.layers[0] not in cheap:
-                allowed = ", ".join(str(layer_id) for layer_id in cheap[:-1])
-                found = f"a change of device before layer {stage.layers[0]}"
-                _bad(f"stages[{position}].layers", found, f"one before layer {allowed} (a kv source)")
+            if stage.device != before.device and stage.layers and stage.layers[0] not in cheap:
+                cut = stage.layers[0]
+                nearest = min(cheap[:-1], key=lambda layer_id: (abs(layer_id - cut), layer_id), default=None)
+                allowed = ", ".join(str(layer_id) for layer_id in cheap[:-1]) or "none"
+                _bad(
+                    f"stages[{position}].layers",
+                    f"a change of device before layer {cut}, inside a group that shares one compressed cache",
+                    f"one before a kv source: {allowed}",
+                    "Put all on one device." if nearest is None else f"The nearest is before layer {nearest}.",
+                )
+
+
+def _placing(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a file that say where an artefact runs; other devices void the exported placement of layers."""
+    placing = {key: value for key, value in document.items() if key not in _EXPORTED}
+    return {"stages": [], **placing} if "devices" in placing else placing
+
+
+def _twice_or_never(first: int, expected: int) -> str:
+    if first < expected:
+        return f": layer {first} is placed twice"
+    return f": layer {expected} is placed nowhere" if first > expected else ""
 
 
 def _bad(key: str, found: str, expected: str, remedy: str = "Correct the deployment.") -> NoReturn:
@@ -215,6 +279,6 @@ def _stage(entry: Mapping[str, Any], position: int) -> StagePlacement:
     device, layers = entry["device"], entry["layers"]
     if not isinstance(device, str):
         _bad(f"{key}.device", repr(device), "a string")
-    if not isinstance(layers, list) or [type(layer_id) for layer_id in layers] != [int, int]:
-        _bad(f"{key}.layers", repr(layers), "[first, last]")
-    return StagePlacement(device=device, layers=(layers[0], layers[1]))
+    if not isinstance(layers, list) or [type(layer_id) for layer_id in layers] not in ([], [int, int]):
+        _bad(f"{key}.layers", repr(layers), "[first, last], or [] for the head alone")
+    return StagePlacement(device=device, layers=tuple(layers))

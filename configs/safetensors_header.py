@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engram_trt.configs.errors import CheckpointError
+from engram_trt.configs.file_identity import FileIdentity
 from engram_trt.configs.json_file import parse_json_object
 
 MAX_HEADER_BYTES = 64 << 20
@@ -77,6 +78,7 @@ class ShardHeader:
         digest: SHA-256 (hex) of the header text.
         metadata: the `__metadata__` strings.
         entries: tensors by name, in the order of their data.
+        identity: of the file when it was read; None for a header that was parsed from memory.
     """
 
     path: Path
@@ -84,6 +86,7 @@ class ShardHeader:
     digest: str
     metadata: Mapping[str, str]
     entries: Mapping[str, TensorEntry]
+    identity: FileIdentity | None = None
 
 
 def read_header(path: Path) -> ShardHeader:
@@ -105,10 +108,10 @@ def read_header(path: Path) -> ShardHeader:
         raise _bad(path, found=f"a file that cannot be read ({cause.strerror})", expected="a shard") from None
     if len(text) != length:
         raise _bad(path, found=f"{len(text)} header bytes", expected=f"{length}")
-    return parse_header(path, text, status.st_size)
+    return parse_header(path, text, status.st_size, FileIdentity.of(status))
 
 
-def parse_header(path: Path, text: bytes, file_bytes: int) -> ShardHeader:
+def parse_header(path: Path, text: bytes, file_bytes: int, identity: FileIdentity | None = None) -> ShardHeader:
     """Check the header text of a file of `file_bytes` bytes; see `read_header`."""
     document = parse_json_object(text, f"{path} (header)", CheckpointError)
     metadata = document.pop("__metadata__", {})
@@ -126,6 +129,7 @@ def parse_header(path: Path, text: bytes, file_bytes: int) -> ShardHeader:
         digest=hashlib.sha256(text).hexdigest(),
         metadata=metadata,
         entries={entry.name: entry for entry in entries},
+        identity=identity,
     )
 
 
@@ -164,6 +168,8 @@ def _entry(path: Path, name: str, value: Any, data_start: int) -> TensorEntry:
         raise _bad(path, name=name, found=f"data_offsets {str(offsets)[:80]}", expected="[begin, end]")
     begin, end = offsets
     nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+    if nbytes == 0:
+        raise _bad(path, name=name, found=f"shape {shape}, no bytes", expected="at least one value")
     if nbytes != end - begin:
         raise _bad(path, name=name, found=f"{end - begin:,} bytes", expected=f"{nbytes:,} for {dtype} {shape}")
     return TensorEntry(name=name, shard=path, dtype=dtype, shape=tuple(shape), offset=data_start + begin, nbytes=nbytes)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import NoneType
+from typing import Any, Literal, get_args
 
 Role = Literal["step", "activation", "state", "resident"]
 """Who fills a tensor: the session before every step; an earlier stage; a stage, kept between steps; the
@@ -80,7 +81,15 @@ class TensorSpec:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> TensorSpec:
         """The inverse of `to_json`; TypeError, KeyError or ValueError on anything else."""
-        return cls(**{**document, "shape": tuple(document["shape"])})
+        shape = document["shape"]
+        if not isinstance(shape, list) or not all(type(extent) in (int, str) for extent in shape):
+            raise TypeError(f"the shape {str(shape)[:80]}")
+        texts = [document[key] for key in ("name", "dtype", "role", "tensor")]
+        if not all(isinstance(text, str) for text in texts) or document["role"] not in get_args(Role):
+            raise TypeError(f"a tensor {str(texts)[:80]}")
+        if type(document["owner"]) not in (int, NoneType) or type(document["alias"]) not in (str, NoneType):
+            raise TypeError(f"owner or alias of {document['name']}")
+        return cls(**{**document, "shape": tuple(shape)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +146,11 @@ class StageSpec:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> StageSpec:
-        """The inverse of `to_json`."""
+        """The inverse of `to_json`; TypeError, KeyError or ValueError on anything else."""
+        if not isinstance(document["name"], str) or not isinstance(document["kind"], str):
+            raise TypeError("a stage without a name")
+        if type(document["layer_id"]) not in (int, NoneType):
+            raise TypeError(f"the layer_id of {document['name']}")
         return cls(
             name=document["name"],
             kind=document["kind"],

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engram_trt.configs.errors import CheckpointError
+from engram_trt.configs.file_identity import FileIdentity
 
 Bytes = npt.NDArray[np.uint8]
 Offsets = npt.NDArray[np.int64]
@@ -44,21 +45,6 @@ class UnreadablePageError(Exception):
     def __init__(self, index: int, reason: str) -> None:
         super().__init__(f"range {index}: {reason}")
         self.index, self.reason = index, reason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileIdentity:
-    """What tells one state of a file from another."""
-
-    device: int
-    inode: int
-    num_bytes: int
-    mtime_ns: int
-
-    @classmethod
-    def of(cls, found: os.stat_result) -> FileIdentity:
-        """From a stat result."""
-        return cls(device=found.st_dev, inode=found.st_ino, num_bytes=found.st_size, mtime_ns=found.st_mtime_ns)
 
 
 def unreadable(path: Path, what: str, reason: str) -> CheckpointError:

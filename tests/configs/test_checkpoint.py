@@ -161,8 +161,40 @@ def test_a_shard_that_changes_after_opening_is_refused(checkpoint_folder: Path) 
 def test_a_shard_that_vanishes_after_opening_is_refused(checkpoint_folder: Path) -> None:
     opened = Checkpoint.open(checkpoint_folder)
     shard_of(checkpoint_folder, "head.weight").unlink()
-    with pytest.raises(CheckpointError, match="cannot be mapped"):
+    with pytest.raises(CheckpointError, match="cannot be read"):
         opened.bytes("head.weight")
+
+
+def test_a_shard_rewritten_in_place_after_opening_is_refused(checkpoint_folder: Path) -> None:
+    """The same size, other bytes: told by the time of the last change."""
+    opened = Checkpoint.open(checkpoint_folder)
+    shard = shard_of(checkpoint_folder, "head.weight")
+    shard.write_bytes(shard.read_bytes())
+    os.utime(shard, ns=(1, 1))
+    for read in (opened.bytes, lambda name: list(opened.blocks(name)), lambda name: opened.require_unchanged([name])):
+        with pytest.raises(CheckpointError, match=r"written to or replaced.*run the same command again"):
+            read("head.weight")
+    opened.require_unchanged(["embed.weight"])
+
+
+def test_a_shard_that_changes_while_it_is_read_is_refused(checkpoint_folder: Path) -> None:
+    opened = Checkpoint.open(checkpoint_folder)
+    blocks = opened.blocks("head.weight", 1000)
+    assert len(next(blocks)) == 1000
+    os.utime(shard_of(checkpoint_folder, "head.weight"), ns=(1, 1))
+    with pytest.raises(CheckpointError, match="written to or replaced"):
+        list(blocks)
+    blocks = Checkpoint.open(checkpoint_folder).blocks("head.weight", 1000)
+    next(blocks)
+    os.truncate(shard_of(checkpoint_folder, "head.weight"), 100)
+    with pytest.raises(CheckpointError, match=r"bytes of head\.weight"):
+        list(blocks)
+
+
+def test_blocks_are_the_bytes(checkpoint_folder: Path) -> None:
+    opened = Checkpoint.open(checkpoint_folder)
+    whole = b"".join(opened.blocks("head.weight", 1000))
+    assert whole == opened.bytes("head.weight").tobytes()
 
 
 # --- index ------------------------------------------------------------------------------------------------

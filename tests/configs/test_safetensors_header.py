@@ -73,6 +73,11 @@ REJECTED: list[tuple[str, object, int]] = [
     ("wrapping product", {"a": {"dtype": "I8", "shape": [2**33, 2**31], "data_offsets": [0, 0]}}, 0),
     ("huge dimension", {"a": {"dtype": "I8", "shape": [2**60, 0], "data_offsets": [0, 0]}}, 0),
     ("huge offset", {"a": {"dtype": "I8", "shape": [1], "data_offsets": [2**64, 2**64 + 1]}}, 1),
+    (
+        "zero length",
+        {"a": {"dtype": "I8", "shape": [0], "data_offsets": [0, 0]}, "b": {**B, "data_offsets": [0, 8]}},
+        8,
+    ),
     ("rank", {"a": {"dtype": "I8", "shape": [1] * 9, "data_offsets": [0, 1]}}, 1),
     ("unknown dtype", {"a": {**A, "dtype": "F4"}}, 24),
     ("dtype of another type", {"a": {**A, "dtype": ["F32"]}}, 24),

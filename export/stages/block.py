@@ -36,7 +36,7 @@ from dataclasses import replace
 from engram_trt.configs.layers import LayerConfig
 from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.tensors import Role, Shape, StageSpec, TensorSpec
-from engram_trt.export.stages.embedding import rotary_families
+from engram_trt.export.stages.rotary_families import rotary_families
 from engram_trt.plugins.engram_gather.spec import GROUP as ENGRAM_GROUP
 from engram_trt.plugins.moe_experts.spec import GROUP as EXPERT_GROUP
 

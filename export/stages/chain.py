@@ -13,11 +13,11 @@ from engram_trt.export.modeling.block import Block
 from engram_trt.export.modeling.compute import ComputeConfig
 from engram_trt.export.modeling.rotary import inverse_frequencies
 from engram_trt.export.modeling.weights import WeightSource, load_parameters
-from engram_trt.export.stages import embedding, engram_hash
-from engram_trt.export.stages.block import block_spec
-from engram_trt.export.stages.embedding import EmbeddingStage, embedding_spec, rotary_families
-from engram_trt.export.stages.engram_hash import EngramHashStage, engram_hash_spec
-from engram_trt.export.stages.head import HeadStage, head_spec
+from engram_trt.export.stages.embedding import EmbeddingStage
+from engram_trt.export.stages.engram_hash import EngramHashStage
+from engram_trt.export.stages.head import HeadStage
+from engram_trt.export.stages.interfaces import EMBEDDING, ENGRAM_HASH, chain_specs, computed_names
+from engram_trt.export.stages.rotary_families import rotary_families
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -30,27 +30,9 @@ def stage_specs(
     dspark_taps: bool,
     layers: Iterable[int] | None = None,
 ) -> tuple[StageSpec, ...]:
-    """Specs of the whole chain, or of some layers only.
-
-    Args:
-        config: the model.
-        compute: decides the stage dtype.
-        packed_experts: routed experts stay FP4 codes.
-        dspark_taps: DSpark target layers put out their tap.
-        layers: layer ids to include without hash, embedding and head; None for everything.
-
-    Returns:
-        `engram_hash` (if the model has Engram), `embedding`, the blocks, `head`.
-    """
+    """`chain_specs` in the stage dtype of `compute`."""
     dtype = DTYPE_NAMES[compute.dtype]
-    blocks = tuple(
-        block_spec(config, config.layer(layer_id), dtype, packed_experts=packed_experts, dspark_taps=dspark_taps)
-        for layer_id in (range(config.n_layers) if layers is None else layers)
-    )
-    if layers is not None:
-        return blocks
-    first = (engram_hash_spec(config),) if config.has_engram else ()
-    return (*first, embedding_spec(config, dtype), *blocks, head_spec(config, dtype))
+    return chain_specs(config, dtype, packed_experts=packed_experts, dspark_taps=dspark_taps, layers=layers)
 
 
 def stage_module(
@@ -65,20 +47,9 @@ def stage_module(
     """
     if spec.layer_id is not None:
         return Block(config, config.layer(spec.layer_id), compute)
-    if spec.name == engram_hash.NAME:
+    if spec.name == ENGRAM_HASH:
         return EngramHashStage(config, token_map)
-    return EmbeddingStage(config, compute) if spec.name == embedding.NAME else HeadStage(config, compute)
-
-
-def computed_names(spec: StageSpec, config: ModelConfig) -> tuple[str, ...]:
-    """Weights of a stage that follow from the config or the tokenizer; the checkpoint has no such tensors."""
-    if spec.name == engram_hash.NAME:
-        return ("token_map", "multipliers", "primes", "offsets")
-    if spec.name == embedding.NAME:
-        return tuple(f"{family}_frequencies" for family in rotary_families(config))
-    if spec.layer_id is not None and config.layer(spec.layer_id).is_kv_source:
-        return ("attn.entry_frequencies",) if config.layer(spec.layer_id).compress_ratio > 1 else ()
-    return ()
+    return EmbeddingStage(config, compute) if spec.name == EMBEDDING else HeadStage(config, compute)
 
 
 def computed_weights(spec: StageSpec, config: ModelConfig, token_map: Tensor | None) -> dict[str, Tensor]:
@@ -92,7 +63,7 @@ def computed_weights(spec: StageSpec, config: ModelConfig, token_map: Tensor | N
     names = computed_names(spec, config)
     if not names:
         return {}
-    if spec.name == engram_hash.NAME:
+    if spec.name == ENGRAM_HASH:
         weights = dict(EngramHashStage(config, token_map).named_parameters())
         return {name: weights[name] for name in names}
     if spec.layer_id is not None:

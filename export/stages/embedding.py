@@ -1,19 +1,4 @@
-"""Stage `embedding`: token ids to residual streams, and the step's rotary tables.
-
-| input                                     | dtype   | shape                       | filled by                     |
-|-------------------------------------------|---------|-----------------------------|-------------------------------|
-| token_ids                                 | int64   | batch, tokens               | session                       |
-| start_positions                           | int64   | batch                       | session                       |
-| image_mask (vision)                       | bool    | batch, tokens               | session                       |
-| image_embeddings (vision)                 | stage   | batch, tokens, dim          | session; rows used where True |
-
-| output                                    | dtype   | shape                       | read by                       |
-|-------------------------------------------|---------|-----------------------------|-------------------------------|
-| hidden_states                             | stage   | batch, tokens, hc_mult, dim | first block                   |
-| pre_mix                                   | float32 | batch, tokens, hc_mult      | first block: stream 0         |
-| window_rotary_cos, window_rotary_sin      | float32 | batch, tokens, rope         | blocks of ratio 0             |
-| compress_rotary_cos, compress_rotary_sin  | float32 | batch, tokens, rope         | all other blocks              |
-"""
+"""Stage `embedding`: token ids to residual streams, and the step's rotary tables (`embedding_spec`)."""
 
 from __future__ import annotations
 
@@ -21,47 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from engram_trt.configs.model import ModelConfig
-from engram_trt.configs.tensors import StageSpec, TensorSpec
 from engram_trt.export.modeling.compute import ComputeConfig
 from engram_trt.export.modeling.layers import parameter
 from engram_trt.export.modeling.probe import probe
 from engram_trt.export.modeling.rotary import inverse_frequencies, rotary_table
-
-NAME = "embedding"
-
-
-def rotary_families(config: ModelConfig) -> dict[str, int]:
-    """Rotary table families the model's layers use: name -> a compress ratio that selects it."""
-    families = {}
-    if 0 in config.compress_ratios[: config.n_layers]:
-        families["window"] = 0
-    compressed = [ratio for ratio in config.compress_ratios[: config.n_layers] if ratio]
-    if compressed:
-        families["compress"] = compressed[0]
-    return families
-
-
-def embedding_spec(config: ModelConfig, dtype: str) -> StageSpec:
-    """The table above for one model and stage dtype ("float32" or "bfloat16")."""
-    token = ("batch", "tokens")
-    inputs = [
-        TensorSpec(name="token_ids", dtype="int64", shape=token, role="step"),
-        TensorSpec(name="start_positions", dtype="int64", shape=("batch",), role="step"),
-    ]
-    if config.has_vision:
-        rows = (*token, config.dim)
-        inputs.append(TensorSpec(name="image_mask", dtype="bool", shape=token, role="step"))
-        inputs.append(TensorSpec(name="image_embeddings", dtype=dtype, shape=rows, role="step"))
-    streams = (*token, config.hc_mult, config.dim)
-    outputs = [
-        TensorSpec(name="hidden_states", dtype=dtype, shape=streams, role="activation"),
-        TensorSpec(name="pre_mix", dtype="float32", shape=(*token, config.hc_mult), role="activation"),
-    ]
-    for family in rotary_families(config):
-        for part in ("cos", "sin"):
-            name, shape = f"{family}_rotary_{part}", (*token, config.rope_head_dim)
-            outputs.append(TensorSpec(name=name, dtype="float32", shape=shape, role="activation"))
-    return StageSpec(name=NAME, kind=NAME, inputs=tuple(inputs), outputs=tuple(outputs))
+from engram_trt.export.stages.rotary_families import rotary_families
 
 
 class Embedding(nn.Module):
@@ -85,7 +34,7 @@ class EmbeddingStage(nn.Module):
             self.register_parameter(f"{family}_frequencies", frequencies)
 
     def forward(self, inputs: dict[str, Tensor], outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
-        """See the module's table."""
+        """See the spec's table."""
         token_ids, start = inputs["token_ids"], inputs["start_positions"]
         batch, tokens = token_ids.shape
         rows = self.embed.weight.index_select(0, token_ids.reshape(-1)).reshape(batch, tokens, -1)

@@ -1,16 +1,4 @@
-"""Stage `engram_hash`: token ids to rows of every Engram table.
-
-| input          | dtype | shape                     | filled by                                                |
-|----------------|-------|---------------------------|----------------------------------------------------------|
-| token_ids      | int64 | batch, tokens             | session                                                  |
-| image_mask     | bool  | batch, tokens             | session; True takes part in no n-gram                    |
-| token_history  | int64 | batch, max_ngram_size - 1 | session, from its token cache; DEAD (-1) where no token  |
-
-| output         | dtype | shape                     | read by                                                  |
-|----------------|-------|---------------------------|----------------------------------------------------------|
-| compressed_ids | int64 | batch, tokens             | the session's token cache                                |
-| engram_ids_N   | int64 | batch, tokens, columns    | the block of Engram layer N, as `engram_ids`             |
-"""
+"""Stage `engram_hash`: token ids to rows of every Engram table (`engram_hash_spec`)."""
 
 from __future__ import annotations
 
@@ -19,38 +7,11 @@ from torch import Tensor, nn
 
 from engram_trt.configs.engram_layout import EngramLayout
 from engram_trt.configs.model import ModelConfig
-from engram_trt.configs.tensors import StageSpec, TensorSpec
 from engram_trt.export.modeling.layers import parameter
 from engram_trt.export.modeling.probe import probe
 from engram_trt.plugins.engram_hash.spec import DEAD
 from engram_trt.plugins.engram_hash.torch_op import engram_hash
 from engram_trt.plugins.primitives import take
-
-NAME = "engram_hash"
-
-
-def engram_hash_spec(config: ModelConfig) -> StageSpec:
-    """The table above for a model that has Engram layers."""
-    token = ("batch", "tokens")
-    history = ("batch", config.engram_max_ngram_size - 1)
-    inputs = (
-        TensorSpec(name="token_ids", dtype="int64", shape=token, role="step"),
-        TensorSpec(name="image_mask", dtype="bool", shape=token, role="step"),
-        TensorSpec(name="token_history", dtype="int64", shape=history, role="step"),
-    )
-    ids = (
-        TensorSpec(
-            name=f"engram_ids_{layer_id}",
-            tensor="engram_ids",
-            owner=layer_id,
-            dtype="int64",
-            shape=(*token, config.engram_columns),
-            role="activation",
-        )
-        for layer_id in config.engram_layer_ids
-    )
-    compressed = TensorSpec(name="compressed_ids", dtype="int64", shape=token, role="activation")
-    return StageSpec(name=NAME, kind=NAME, inputs=inputs, outputs=(compressed, *ids))
 
 
 class EngramHashStage(nn.Module):
@@ -71,7 +32,7 @@ class EngramHashStage(nn.Module):
         self.layer_ids = config.engram_layer_ids
 
     def forward(self, inputs: dict[str, Tensor], outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
-        """See the module's table."""
+        """See the spec's table."""
         compressed = take(self.token_map, inputs["token_ids"])
         compressed = torch.where(inputs["image_mask"], DEAD, compressed)
         hashed = engram_hash(

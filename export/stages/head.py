@@ -1,15 +1,4 @@
-"""Stage `head`: streams to logits, at chosen tokens only.
-
-| input           | dtype   | shape                       | filled by                                        |
-|-----------------|---------|-----------------------------|--------------------------------------------------|
-| hidden_states   | stage   | batch, tokens, hc_mult, dim | last block                                       |
-| pre_mix         | float32 | batch, tokens, hc_mult      | last block                                       |
-| logit_positions | int64   | batch, selected             | session: index within the step of each token     |
-
-| output          | dtype   | shape                       | read by                                          |
-|-----------------|---------|-----------------------------|--------------------------------------------------|
-| logits          | float32 | batch, selected, vocab      | session                                          |
-"""
+"""Stage `head`: streams to logits, at chosen tokens only (`head_spec`)."""
 
 from __future__ import annotations
 
@@ -18,27 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engram_trt.configs.model import ModelConfig
-from engram_trt.configs.tensors import StageSpec, TensorSpec
 from engram_trt.export.modeling.compute import ComputeConfig
 from engram_trt.export.modeling.hyper_connections import collapse
 from engram_trt.export.modeling.layers import Linear, RMSNorm
 from engram_trt.export.modeling.probe import probe
-
-NAME = "head"
-
-
-def head_spec(config: ModelConfig, dtype: str) -> StageSpec:
-    """The table above for one model and stage dtype."""
-    token = ("batch", "tokens")
-    streams = (*token, config.hc_mult, config.dim)
-    selected = ("batch", "selected")
-    inputs = (
-        TensorSpec(name="hidden_states", dtype=dtype, shape=streams, role="activation"),
-        TensorSpec(name="pre_mix", dtype="float32", shape=(*token, config.hc_mult), role="activation"),
-        TensorSpec(name="logit_positions", dtype="int64", shape=selected, role="step"),
-    )
-    logits = TensorSpec(name="logits", dtype="float32", shape=(*selected, config.vocab_size), role="activation")
-    return StageSpec(name=NAME, kind=NAME, inputs=inputs, outputs=(logits,))
 
 
 class HeadStage(nn.Module):
@@ -50,7 +22,7 @@ class HeadStage(nn.Module):
         self.head = Linear(config.dim, config.vocab_size, torch.float32)
 
     def forward(self, inputs: dict[str, Tensor], outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
-        """See the module's table."""
+        """See the spec's table."""
         chosen = inputs["logit_positions"]
         streams = select_tokens(inputs["hidden_states"], chosen)
         normed = self.norm(collapse(streams, select_tokens(inputs["pre_mix"], chosen)))

@@ -19,7 +19,7 @@ from engram_trt.export.modeling.probe import Recorder
 from engram_trt.export.modeling.weights import WeightSource, experts_are_packed, resident_tensor
 from engram_trt.export.stages.chain import load_stage, stage_module, stage_specs
 from engram_trt.plugins.float_tables import TORCH_DTYPES
-from engram_trt.runtime.artifact import Artifact
+from engram_trt.runtime.artifact import Artifact, require_cpu
 from engram_trt.runtime.engine import Engine
 from engram_trt.runtime.stage_runners.contract import Array, Backend, Buffer, Run, StageRunner, View
 from engram_trt.runtime.token_map import TokenMap
@@ -131,8 +131,9 @@ def torch_engine(source: WeightSource, deployment: DeploymentConfig, token_map: 
     return Engine.load(source.config, deployment, stages, TorchBackend(source, compute, token_map))
 
 
-def torch_backend(artifact: Artifact) -> Backend:
+def torch_backend(artifact: Artifact, device: str | None = None) -> Backend:
     """The entry point of back end `torch`: the eager modules with the weights of an artefact's checkpoint."""
+    require_cpu("torch", device)
     token_map = None
     if artifact.config.has_engram:
         token_map = torch.from_numpy(TokenMap.for_model(artifact.tokenizer(), artifact.config).ids.copy())

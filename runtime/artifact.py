@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -11,15 +11,19 @@ import numpy as np
 
 from engram_trt.configs.artifact import Manifest, ResidentRecord
 from engram_trt.configs.checkpoint import Checkpoint
+from engram_trt.configs.deployment import DeploymentConfig
 from engram_trt.configs.engram_placement import EngramPlacement
 from engram_trt.configs.errors import ArtifactError, BackendError, CheckpointError, TokenizerError
+from engram_trt.configs.limits import symbol_limits
 from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.tensors import StageSpec
+from engram_trt.runtime.device_threads import core_of
 from engram_trt.runtime.engine import Engine
 from engram_trt.runtime.engram_opening import bound_arrays, open_store
 from engram_trt.runtime.engram_staging import ROWS, SCALES
 from engram_trt.runtime.engram_store import EngramStore
 from engram_trt.runtime.engram_tables import table_names
+from engram_trt.runtime.placement import PlacedStages, place, stage_cost
 from engram_trt.runtime.stage_runners.contract import Array, Backend
 from engram_trt.runtime.stage_runners.onnxruntime import OnnxRuntimeBackend
 from engram_trt.runtime.token_map import TokenMap
@@ -90,19 +94,40 @@ class Artifact:
         record = {item.key: item for item in self.manifest.residents}[key]
         return resident_array(self.checkpoint, record)
 
-    def engine(self, backend: str = "onnxruntime", engram: EngramPlacement | None = None) -> Engine:
-        """Load the whole chain.
+    def engine(
+        self,
+        backend: str = "onnxruntime",
+        engram: EngramPlacement | None = None,
+        deployment: DeploymentConfig | None = None,
+    ) -> Engine:
+        """Load the whole chain, on the devices of its deployment.
 
         Args:
             backend: name of an installed back end.
-            engram: where the Engram tables live, if not where the artefact's deployment says.
+            engram: where the Engram tables live, if not where the deployment says.
+            deployment: where it runs, if not as it was exported (see `DeploymentConfig.for_artifact`).
 
         Raises:
             ArtifactError: some stages are missing.
-            BackendError: there is no such back end, or it cannot run this artefact.
-            CheckpointError, DeploymentError: an Engram table cannot be where it should.
+            BackendError: there is no such back end, or it cannot run this artefact on these devices.
+            CheckpointError, DeploymentError: a stage or an Engram table cannot be where it should.
             TokenizerError: the token map made here is not the one that the artefact was exported with.
         """
+        chosen = deployment or self.manifest.deployment
+        placed = self.place(chosen)
+        one_anywhere = len(placed) == 1 and core_of(placed[0].device) is None
+        backends: dict[str, Backend] = {}
+        shared: dict[str, Backend] = {}
+        for range_ in placed:
+            kind = "cpu" if core_of(range_.device) is not None else range_.device
+            if kind not in shared:
+                shared[kind] = open_backend(backend, self, None if one_anywhere else range_.device)
+            backends[range_.device] = shared[kind]
+        store = self.engram_store(backends[placed[0].device], engram or chosen.engram)
+        return Engine.load_placed(self.config, chosen, placed, backends, store)
+
+    def place(self, deployment: DeploymentConfig) -> tuple[PlacedStages, ...]:
+        """The whole chain on a deployment's devices; see `engine` for the errors."""
         names = [spec.name for spec in self.stages]
         if "embedding" not in names or "head" not in names or len(names) < self.config.n_layers + 2:
             raise ArtifactError(
@@ -111,11 +136,23 @@ class Artifact:
                 expected="the whole chain",
                 remedy="Export without --stages, or run these stages in other tools.",
             )
-        opened = open_backend(backend, self)
-        store = self._engram_store(opened, engram or self.manifest.deployment.engram)
-        return Engine.load(self.config, self.manifest.deployment, self.stages, opened, store)
+        sizes = symbol_limits(self.config, deployment.limits)
+        costs = {
+            record.spec.name: stage_cost(record.spec, self.config, sizes, record.data.num_bytes)
+            for record in self.manifest.stages
+        }
+        return place(self.stages, self.config, deployment, costs)
 
-    def _engram_store(self, backend: Backend, placement: EngramPlacement) -> EngramStore | None:
+    def engram_store(
+        self, backend: Backend, placement: EngramPlacement, layers: Collection[int] | None = None
+    ) -> EngramStore | None:
+        """Open the Engram tables; None for a model without.
+
+        Args:
+            backend: holds what is to be on its device.
+            placement: where the tables live.
+            layers: only the tables of these layers.
+        """
         if not self.config.has_engram:
             return None
         self._require_token_map()
@@ -126,7 +163,9 @@ class Artifact:
             for name, binding in zip(table_names(layer_id), (ROWS, SCALES), strict=True)
         }
         binds_host = isinstance(backend, OnnxRuntimeBackend)
-        store = open_store(self.checkpoint, placement, backend, binds_host=binds_host, digests=known)
+        store = open_store(
+            self.checkpoint, placement, backend, binds_host=binds_host, digests=known, only_layers=layers
+        )
         if isinstance(backend, OnnxRuntimeBackend):
             backend.resident_arrays = bound_arrays(store, backend.resident_arrays)
         return store
@@ -170,15 +209,21 @@ def resident_array(checkpoint: Checkpoint, record: ResidentRecord) -> Array:
     return stacked
 
 
-def open_backend(name: str, artifact: Artifact) -> Backend:
-    """A back end by name, out of the installed ones; BackendError for another."""
+def open_backend(name: str, artifact: Artifact, device: str | None = None) -> Backend:
+    """A back end by name, out of the installed ones; BackendError for another.
+
+    Args:
+        name: of the back end.
+        artifact: whose stages it will run.
+        device: where; None for the back end's own choice.
+    """
     found = {entry.name: entry for entry in entry_points(group=BACKEND_GROUP)}
     if name not in found:
         raise BackendError(
             "--backend", found=repr(name), expected=" or ".join(sorted(found)), remedy="Choose an installed back end."
         )
     try:
-        factory: Callable[[Artifact], Backend] = found[name].load()
+        factory: Callable[[Artifact, str | None], Backend] = found[name].load()
     except ImportError as error:
         raise BackendError(
             f"back end {name}",
@@ -186,13 +231,26 @@ def open_backend(name: str, artifact: Artifact) -> Backend:
             expected="the packages it needs",
             remedy=f"pip install 'engram-trt[{'export' if name == 'torch' else name}]'",
         ) from None
-    return factory(artifact)
+    return factory(artifact, device)
 
 
-def onnxruntime_backend(artifact: Artifact) -> Backend:
-    """The entry point of back end `onnxruntime`."""
+def onnxruntime_backend(artifact: Artifact, device: str | None = None) -> Backend:
+    """The entry point of back end `onnxruntime`; a pinned device gets one thread."""
+    require_cpu("onnxruntime", device)
     files = {record.spec.name: (artifact.root / record.onnx.path).resolve() for record in artifact.manifest.stages}
-    return OnnxRuntimeBackend(files, artifact.resident)
+    pinned = device is not None and core_of(device) is not None
+    return OnnxRuntimeBackend(files, artifact.resident, num_threads=1 if pinned else 0)
+
+
+def require_cpu(backend: str, device: str | None) -> None:
+    """BackendError where a back end of the CPU is to run elsewhere."""
+    if device is not None and device.partition(":")[0] != "cpu":
+        raise BackendError(
+            f"back end {backend}",
+            found=f"the device {device}",
+            expected="cpu or cpu:N",
+            remedy="Name CPU devices in the deployment, or choose another back end.",
+        )
 
 
 def _open_checkpoint(manifest: Manifest, path: Path | None) -> Checkpoint:

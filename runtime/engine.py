@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from engram_trt.configs.deployment import DeploymentConfig
 from engram_trt.configs.limits import symbol_limits
 from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.tensors import StageSpec
+from engram_trt.runtime.device_threads import DeviceThread, core_of
 from engram_trt.runtime.engram_store import EngramStore
+from engram_trt.runtime.placement import PlacedStages
 from engram_trt.runtime.stage_runners.contract import Backend, StageRunner
+from engram_trt.runtime.timeline import Timeline
+
+if TYPE_CHECKING:
+    from engram_trt.runtime.execution import SessionChain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePart:
+    """Stages on one device.
+
+    Args:
+        device: its name.
+        backend: runs the stages; several devices of a host may share one.
+        runners: one per stage, in order.
+        thread: where they run, for a device that has a thread of its own.
+    """
+
+    device: str
+    backend: Backend
+    runners: tuple[StageRunner, ...] = field(repr=False)
+    thread: DeviceThread | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,18 +44,20 @@ class Engine:
     Args:
         config: facts of the model.
         deployment: limits and numerics.
-        stages: the chain in order.
-        backend: runs the stages.
-        runners: one per stage.
+        stages: the whole chain in order.
+        parts: the stages of this process, device by device.
         engram_store: has the Engram tables that the back end does not hold itself; closed with the engine.
+        open_chain: makes a session's chain where some stages are in other processes; None where all are here.
+        timeline: records when stages ran, while it is on.
     """
 
     config: ModelConfig
     deployment: DeploymentConfig
     stages: tuple[StageSpec, ...]
-    backend: Backend
-    runners: tuple[StageRunner, ...] = field(repr=False)
+    parts: tuple[EnginePart, ...]
     engram_store: EngramStore | None = None
+    open_chain: Callable[[Engine, Mapping[str, int]], SessionChain] | None = None
+    timeline: Timeline = field(default_factory=Timeline, repr=False, compare=False)
 
     @classmethod
     def load(
@@ -43,14 +69,48 @@ class Engine:
         engram_store: EngramStore | None = None,
     ) -> Engine:
         """Open every stage with a back end."""
-        return cls(
-            config=config,
-            deployment=deployment,
-            stages=tuple(stages),
-            backend=backend,
-            runners=tuple(backend.load(spec) for spec in stages),
-            engram_store=engram_store,
-        )
+        placed = (PlacedStages(device=deployment.devices[0], stages=tuple(stages)),)
+        parts = (EnginePart(device=placed[0].device, backend=backend, runners=_load(backend, placed[0])),)
+        return cls(config=config, deployment=deployment, stages=tuple(stages), parts=parts, engram_store=engram_store)
+
+    @classmethod
+    def load_placed(
+        cls,
+        config: ModelConfig,
+        deployment: DeploymentConfig,
+        placed: Sequence[PlacedStages],
+        backends: Mapping[str, Backend],
+        engram_store: EngramStore | None = None,
+    ) -> Engine:
+        """Open every stage on its device.
+
+        Args:
+            config, deployment, engram_store: as for the class.
+            placed: the chain, device by device.
+            backends: device -> its back end.
+
+        Raises:
+            DeploymentError: a core that this process may not run on.
+        """
+        threads = {p.device: DeviceThread(p.device) for p in placed if core_of(p.device) is not None}
+        parts = []
+        for range_ in placed:
+            backend = backends[range_.device]
+            runners = _load(backend, range_)
+            thread = threads.get(range_.device)
+            parts.append(EnginePart(device=range_.device, backend=backend, runners=runners, thread=thread))
+        stages = tuple(stage for range_ in placed for stage in range_.stages)
+        return cls(config=config, deployment=deployment, stages=stages, parts=tuple(parts), engram_store=engram_store)
+
+    @property
+    def backend(self) -> Backend:
+        """Of the first device."""
+        return self.parts[0].backend
+
+    @property
+    def runners(self) -> tuple[StageRunner, ...]:
+        """All stages of this process."""
+        return tuple(runner for part in self.parts for runner in part.runners)
 
     @property
     def symbol_limits(self) -> Mapping[str, int]:
@@ -61,6 +121,14 @@ class Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.backend.close()
+        for part in self.parts:
+            if part.thread is not None:
+                part.thread.close()
+        for backend in {id(part.backend): part.backend for part in self.parts}.values():
+            backend.close()
         if self.engram_store is not None:
             self.engram_store.close()
+
+
+def _load(backend: Backend, placed: PlacedStages) -> tuple[StageRunner, ...]:
+    return tuple(backend.load(spec) for spec in placed.stages)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -141,6 +141,7 @@ def open_store(
     *,
     binds_host: bool,
     digests: Mapping[str, str | None] | None = None,
+    only_layers: Collection[int] | None = None,
 ) -> EngramStore:
     """Open every Engram table of a checkpoint where the deployment wants it.
 
@@ -150,6 +151,7 @@ def open_store(
         backend: holds the parts of sharded tables.
         binds_host: the back end can bind host memory as a table; `host` tables are then bound whole.
         digests: checkpoint tensor name -> SHA-256 of its bytes, where known.
+        only_layers: leave the tables of other layers alone.
 
     Raises:
         CheckpointError: a table, shard or packed file that cannot be used.
@@ -168,6 +170,8 @@ def open_store(
     layers = checkpoint.config.engram_layer_ids
     if checkpoint.partial_layers is not None:
         layers = tuple(layer_id for layer_id in layers if layer_id in checkpoint.partial_layers)
+    if only_layers is not None:
+        layers = tuple(layer_id for layer_id in layers if layer_id in only_layers)
     residencies = {layer_id: opening.resolved(layer_id) for layer_id in layers}
     tables: dict[int, Table] = {}
     try:

@@ -41,20 +41,19 @@ class EngramStaging:
 
     Args:
         store: has the rows.
-        backend: allocates the buffers that blocks are bound to.
-        stages: the chain.
+        placed: every stage that runs here, with the back end that allocates the buffers it is bound to.
         limits: largest value of every symbol.
     """
 
     def __init__(
-        self, store: EngramStore, backend: Backend, stages: Iterable[StageSpec], limits: Mapping[str, int]
+        self, store: EngramStore, placed: Iterable[tuple[StageSpec, Backend]], limits: Mapping[str, int]
     ) -> None:
         self.store = store
         self.counters: dict[int, FetchCounters] = {}
         """Layer -> what the last step fetched and waited."""
         self._staged: dict[int, _Staged] = {}
         self._pending: dict[int, Future[Fetched]] = {}
-        for stage in stages:
+        for stage, backend in placed:
             layer_id = stage.layer_id
             if layer_id in store.fetched_layers and layer_id is not None:
                 num_ids = int(np.prod(stage.input(IDS).resolve(limits)))
@@ -86,9 +85,15 @@ class EngramStaging:
             for spec in stage.outputs
             if spec.tensor == IDS and spec.owner is not None and spec.owner in self._staged
         }
-        if not sources:
-            return None
+        return self._fetch(sources) if sources else None
 
+    def fetch_incoming(self, inputs: Mapping[str, View]) -> Run | None:
+        """What to run first where row ids come from another process: start those fetches. None where none do."""
+        keys = {f"layers.{layer_id}.{IDS}": layer_id for layer_id in self._staged}
+        sources = {layer_id: inputs[key] for key, layer_id in keys.items() if key in inputs}
+        return self._fetch(sources) if sources else None
+
+    def _fetch(self, sources: Mapping[int, View]) -> Run:
         def start() -> None:
             self._drain()
             self.counters = {}

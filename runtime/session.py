@@ -6,7 +6,7 @@ what a step or a rollback leaves behind, so going back is setting lengths (see `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -14,21 +14,19 @@ import numpy as np
 import numpy.typing as npt
 
 from engram_trt.configs.errors import RequestError
-from engram_trt.configs.limits import COMPRESS_RATIOS
+from engram_trt.configs.limits import COMPRESS_RATIOS, symbol_limits
 from engram_trt.runtime.engine import Engine
 from engram_trt.runtime.engram_staging import EngramStaging
-from engram_trt.runtime.execution import BoundChain, bind_chain
+from engram_trt.runtime.execution import CONSTANT_INPUTS, BoundChain, SessionChain, remembered
+from engram_trt.runtime.local_chain import LocalChain
 from engram_trt.runtime.row_snapshot import RowSnapshot
 from engram_trt.runtime.state import SessionBuffers
-from engram_trt.runtime.step_inputs import RowInput, check_row
+from engram_trt.runtime.step_inputs import RowInput, StepState, check_row, step_values
 from engram_trt.runtime.token_cache import TokenCache
 
 Logits = npt.NDArray[np.float32]
 Selection = Literal["last", "all"]
 Tokens = RowInput | Sequence[int] | npt.NDArray[Any]
-
-MAX_BOUND_CHAINS = 16
-"""Shapes kept bound at once; a further one replaces the one unused longest."""
 
 VISIBLE_STEP = 64
 """Granularity of the number of entries an indexer scores: coarse enough to stay bound over many decode steps."""
@@ -52,19 +50,18 @@ class Session:
 
     Args:
         engine: shared, not changed.
+        max_batch: rows of this session, if fewer than the engine's limit: several small sessions over one engine
+            are its micro-batches (see `start`).
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, max_batch: int | None = None) -> None:
         self.engine = engine
-        self.limits = engine.deployment.limits
-        self._symbol_limits = engine.symbol_limits
-        self.buffers = SessionBuffers(engine.backend, engine.stages, self._symbol_limits)
-        store = engine.engram_store
-        self.engram: EngramStaging | None = None
-        """Fetches Engram rows and counts them; None where the back end has all tables bound whole."""
-        if store is not None and store.fetched_layers:
-            self.engram = EngramStaging(store, engine.backend, engine.stages, self._symbol_limits)
-        num_rows = self.limits.max_batch
+        limits = engine.deployment.limits
+        num_rows = limits.max_batch if max_batch is None else min(max_batch, limits.max_batch)
+        self.limits = replace(limits, max_batch=num_rows)
+        self._symbol_limits = symbol_limits(engine.config, self.limits)
+        opened = LocalChain if engine.open_chain is None else engine.open_chain
+        self.chain: SessionChain = opened(engine, self._symbol_limits)
         history = max(engine.config.engram_max_ngram_size - 1, 0)
         self._rows = _Rows(
             active=(False,) * num_rows,
@@ -77,8 +74,16 @@ class Session:
         """Time of each stage in the last step."""
         self.taps: dict[int, Logits] = {}
         """Row -> [tokens, targets * dim]: DSpark taps of the last step; empty where taps are off."""
-        for ratio in COMPRESS_RATIOS:
-            self.buffers.fill_if_used(f"visible_entries_r{ratio}", lambda size: np.arange(size, dtype=np.int64))
+
+    @property
+    def buffers(self) -> SessionBuffers:
+        """The session's tensors on the first device."""
+        return self.chain.buffers
+
+    @property
+    def engram(self) -> EngramStaging | None:
+        """Fetches Engram rows and counts them; None where the back end has all tables bound whole."""
+        return self.chain.engram
 
     # --- rows ---------------------------------------------------------------------------------------------
 
@@ -139,7 +144,7 @@ class Session:
             length=int(self._rows.lengths[row]),
             longest=longest,
             token_ids=self._rows.token_cache.snapshot(row),
-            states=self.buffers.save_row(row, longest),
+            states=self.chain.save_row(row, longest),
         )
 
     def restore(self, saved: RowSnapshot) -> int:
@@ -151,7 +156,7 @@ class Session:
         """
         row = self.add()
         try:
-            self.buffers.load_row(row, saved.longest, saved.states)
+            self.chain.load_row(row, saved.longest, saved.states)
             lengths, longest, cache = (
                 self._rows.lengths.copy(),
                 self._rows.longest.copy(),
@@ -197,15 +202,31 @@ class Session:
         Raises:
             RequestError: before anything runs. On this or any other exception the session is as before.
         """
-        inputs = {row: RowInput.of(value) for row, value in tokens.items()}
-        self._check(inputs)
-        chain = self._bound_chain(inputs, logits)
-        self._fill(chain, inputs, logits)
+        inputs, chain = self._prepare(tokens, logits)
         chain.run(self.stage_seconds)
-        results = self._read_logits(chain, inputs, logits)
-        self.taps = self._read_taps(chain, inputs)
-        self._commit(chain, inputs)
-        return results
+        return self._complete(chain, inputs, logits)
+
+    def start(self, tokens: Mapping[int, Tokens], logits: Selection = "last") -> Callable[[], dict[int, Logits]]:
+        """Begin a step, so that sessions over one engine keep several devices busy at the same time.
+
+        Args:
+            tokens, logits: as in `step`.
+
+        Returns:
+            a function to be called once, before anything else of this session: it waits for the step, commits it
+            and returns its logits.
+
+        Raises:
+            RequestError: as in `step`; what goes wrong later is raised by the function.
+        """
+        inputs, chain = self._prepare(tokens, logits)
+        wait = chain.start(self.stage_seconds)
+
+        def complete() -> dict[int, Logits]:
+            wait()
+            return self._complete(chain, inputs, logits)
+
+        return complete
 
     def prefill(self, row: int, tokens: Tokens, logits: Selection = "last") -> Logits:
         """Feed a prompt of any length in steps of max_step_tokens.
@@ -234,6 +255,19 @@ class Session:
             parts.append(self.step({row: part}, logits)[row])
         return np.concatenate(parts) if logits == "all" else parts[-1]
 
+    def _prepare(self, tokens: Mapping[int, Tokens], logits: Selection) -> tuple[dict[int, RowInput], BoundChain]:
+        inputs = {row: RowInput.of(value) for row, value in tokens.items()}
+        self._check(inputs)
+        chain = self._bound_chain(inputs, logits)
+        self._fill(chain, inputs, logits)
+        return inputs, chain
+
+    def _complete(self, chain: BoundChain, inputs: Mapping[int, RowInput], logits: Selection) -> dict[int, Logits]:
+        results = self._read_logits(chain, inputs, logits)
+        self.taps = self._read_taps(chain, inputs)
+        self._commit(chain, inputs)
+        return results
+
     def _check(self, inputs: Mapping[int, RowInput]) -> None:
         if not inputs:
             raise RequestError("step", found="no rows", expected="at least one", remedy="Feed a row.")
@@ -248,16 +282,8 @@ class Session:
         end = max(int(self._rows.lengths[row]) for row in inputs) + tokens
         visible = {f"visible_r{ratio}": self._visible_size(end, ratio) for ratio in COMPRESS_RATIOS}
         shape = {"batch": batch, "tokens": tokens, "selected": tokens if logits == "all" else 1, **visible}
-        key = tuple(shape.values())
-        chain = self._chains.pop(key, None)
-        if chain is None:
-            engine = self.engine
-            sizes = {**self._symbol_limits, **shape}
-            chain = bind_chain(engine.backend, engine.runners, self.buffers, sizes, self.engram)
-            if len(self._chains) >= MAX_BOUND_CHAINS:
-                del self._chains[next(iter(self._chains))]
-        self._chains[key] = chain  # last in order: most recently used
-        return chain
+        sizes = {**self._symbol_limits, **shape}
+        return remembered(self._chains, tuple(shape.values()), lambda: self.chain.bind(sizes))
 
     def _visible_size(self, end: int, ratio: int) -> int:
         needed = max(end // ratio, 1)
@@ -266,32 +292,10 @@ class Session:
 
     def _fill(self, chain: BoundChain, inputs: Mapping[int, RowInput], logits: Selection) -> None:
         """Write the step's inputs. Padding is id 0 behind a row's tokens; nothing of it reaches a real token."""
+        state = StepState(lengths=self._rows.lengths, token_cache=self._rows.token_cache)
         for name, view in chain.inputs.items():
-            if not name.startswith("visible_entries"):
-                view.write(self._host_input(name, view.shape, inputs, logits))
-
-    def _host_input(
-        self, name: str, shape: tuple[int, ...], inputs: Mapping[int, RowInput], logits: Selection
-    ) -> npt.NDArray[Any]:
-        if name == "start_positions":
-            return self._rows.lengths[: shape[0]]
-        if name == "token_history":
-            return self._rows.token_cache.recent(shape[0])
-        if name == "logit_positions" and logits == "all":
-            return np.broadcast_to(np.arange(shape[1], dtype=np.int64), shape)
-        dtypes = {"image_mask": np.bool_, "image_embeddings": np.float32}
-        values: npt.NDArray[Any] = np.zeros(shape, dtype=dtypes.get(name, np.int64))
-        for row, row_input in inputs.items():
-            num_tokens = row_input.token_ids.shape[0]
-            if name == "token_ids":
-                values[row, :num_tokens] = row_input.token_ids
-            elif name == "logit_positions":
-                values[row] = num_tokens - 1
-            elif name == "image_mask" and row_input.image_mask is not None:
-                values[row, :num_tokens] = row_input.image_mask
-            elif name == "image_embeddings" and row_input.image_embeddings is not None:
-                values[row, :num_tokens] = row_input.image_embeddings
-        return values
+            if not name.startswith(CONSTANT_INPUTS):
+                view.write(step_values(name, view.shape, inputs, state, every_logit=logits == "all"))
 
     def _read_logits(self, chain: BoundChain, inputs: Mapping[int, RowInput], logits: Selection) -> dict[int, Logits]:
         values = chain.outputs["logits"].read()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from engram_trt.configs.errors import RequestError
 from engram_trt.configs.limits import Limits
 from engram_trt.configs.model import ModelConfig
+from engram_trt.runtime.token_cache import TokenCache
 
 TEXT, IMAGE_START, IMAGE, IMAGE_NEW_LINE, IMAGE_END = -1, 0, 1, 2, 3
 """Token types of the published image processor (spec 9)."""
@@ -92,6 +93,51 @@ def image_rows(
         )
     rows[places] = stacked
     return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepState:
+    """What the rows of a session have been fed.
+
+    Args:
+        lengths: [max_batch] int64.
+        token_cache: their last compressed ids.
+    """
+
+    lengths: npt.NDArray[np.int64]
+    token_cache: TokenCache
+
+
+def step_values(
+    name: str, shape: tuple[int, ...], inputs: Mapping[int, RowInput], state: StepState, *, every_logit: bool
+) -> npt.NDArray[Any]:
+    """Values of one step tensor. Padding is id 0 behind a row's tokens; nothing of it reaches a real token.
+
+    Args:
+        name, shape: of the tensor in this step.
+        inputs: row -> its new tokens.
+        state: of all rows, before the step.
+        every_logit: logits of all tokens are wanted, not only those of a row's last one.
+    """
+    if name == "start_positions":
+        return state.lengths[: shape[0]]
+    if name == "token_history":
+        return state.token_cache.recent(shape[0])
+    if name == "logit_positions" and every_logit:
+        return np.broadcast_to(np.arange(shape[1], dtype=np.int64), shape)
+    dtypes = {"image_mask": np.bool_, "image_embeddings": np.float32}
+    values: npt.NDArray[Any] = np.zeros(shape, dtype=dtypes.get(name, np.int64))
+    for row, row_input in inputs.items():
+        num_tokens = row_input.token_ids.shape[0]
+        if name == "token_ids":
+            values[row, :num_tokens] = row_input.token_ids
+        elif name == "logit_positions":
+            values[row] = num_tokens - 1
+        elif name == "image_mask" and row_input.image_mask is not None:
+            values[row, :num_tokens] = row_input.image_mask
+        elif name == "image_embeddings" and row_input.image_embeddings is not None:
+            values[row, :num_tokens] = row_input.image_embeddings
+    return values
 
 
 def check_row(row: int, inputs: RowInput, length: int, config: ModelConfig, limits: Limits) -> None:

@@ -95,6 +95,15 @@ class Backend(ABC):
     def resident(self, spec: StageSpec, binding: str) -> View:
         """The weights bound to a resident input; stages that share a tensor get the same view."""
 
+    def transfer(self, source: View, target: View) -> Run:
+        """What brings a tensor of another back end into one of this one; through host memory, unless a back end
+        knows a shorter way."""
+
+        def copy() -> None:
+            target.write(source.read())
+
+        return copy
+
     def close(self) -> None:  # noqa: B027 - most back ends hold nothing that needs closing
         """Release what the back end holds."""
 

@@ -311,20 +311,23 @@ def _logger(api: TensorRT, messages: list[str]) -> Any:
     return Logger()
 
 
-def open_tensorrt(artifact: Artifact, backend: str, driver: CudaDriver | None = None) -> TensorRTBackend:
-    """The back end for an artefact on this machine's first GPU.
+def open_tensorrt(
+    artifact: Artifact, backend: str, driver: CudaDriver | None = None, device: str | None = None
+) -> TensorRTBackend:
+    """The back end for an artefact on one GPU of this machine.
 
     Args:
         artifact: with a build that fits.
         backend: TensorRT's module name.
         driver: of the GPU; opened if None.
+        device: `cuda:N`; the first GPU if None.
 
     Raises:
         BackendError: TensorRT, the driver or the GPU is missing.
         ArtifactError: no build fits, or it is damaged.
     """
     api = load(backend)
-    driver = driver or CudaDriver.open()
+    driver = driver or CudaDriver.open(_ordinal(backend, device))
     manifest = artifact.manifest
     stages = [record.spec.name for record in manifest.stages]
     build = choose_build(artifact.root, manifest.digest, stages, api, driver.compute_capability)
@@ -332,11 +335,20 @@ def open_tensorrt(artifact: Artifact, backend: str, driver: CudaDriver | None = 
     return TensorRTBackend(api, driver, build, files, artifact.resident)
 
 
-def tensorrt_backend(artifact: Artifact) -> Backend:
+def _ordinal(backend: str, device: str | None) -> int:
+    kind, _, number = (device or "cuda:0").partition(":")
+    if kind == "cuda":
+        return int(number)
+    raise BackendError(
+        f"back end {backend}", found=f"the device {device}", expected="cuda:N", remedy="Name GPUs in the deployment."
+    )
+
+
+def tensorrt_backend(artifact: Artifact, device: str | None = None) -> Backend:
     """The entry point of back end `tensorrt`."""
-    return open_tensorrt(artifact, TENSORRT)
+    return open_tensorrt(artifact, TENSORRT, device=device)
 
 
-def tensorrt_rtx_backend(artifact: Artifact) -> Backend:
+def tensorrt_rtx_backend(artifact: Artifact, device: str | None = None) -> Backend:
     """The entry point of back end `tensorrt_rtx`."""
-    return open_tensorrt(artifact, TENSORRT_RTX)
+    return open_tensorrt(artifact, TENSORRT_RTX, device=device)

@@ -13,6 +13,8 @@ class UserError(Exception):
         remedy: the next step for the reader.
     """
 
+    exit_code = 2
+
     def __init__(self, where: str, *, found: str, expected: str, remedy: str) -> None:
         self.where = where
         self.found = found
@@ -51,3 +53,22 @@ class BackendError(UserError):
 
 class KernelError(UserError):
     """A kernel cannot take these tensors on this device; said before anything is launched."""
+
+
+class ClusterError(UserError):
+    """Processes that were started together do not fit each other, or cannot meet."""
+
+
+class PeerError(UserError):
+    """Another process of the chain is lost or has stopped; the command line exits with 3, not 2.
+
+    Args:
+        kind: `lost` or `failed`: a process to look into; `refused` or `interrupted`: rank 0 has told the user why;
+            `terminated`: all were told to stop.
+        where, found, expected, remedy: as for every user error.
+    """
+
+    def __init__(self, where: str, *, kind: str, found: str, expected: str, remedy: str) -> None:
+        self.kind = kind
+        self.exit_code = {"refused": 2, "interrupted": 130, "terminated": 143}.get(kind, 3)
+        super().__init__(where, found=found, expected=expected, remedy=remedy)

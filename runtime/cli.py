@@ -1,7 +1,7 @@
 """The command `engram-trt`: finds its verbs through entry points and turns user errors into exit codes.
 
-Exit codes: 0 done; 1 a comparison found a difference; 2 a wrong input or call; 130 interrupted;
-141 the reader of the output left.
+Exit codes: 0 done; 1 a comparison found a difference; 2 a wrong input or call; 3 another process of the chain was lost;
+130 interrupted; 141 the reader of the output left; 143 told to stop, while serving a chain.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except UserError as error:
         print(f"engram-trt {arguments.verb}: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

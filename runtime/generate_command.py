@@ -12,6 +12,9 @@ from engram_trt.configs.errors import RequestError
 from engram_trt.runtime.cli import Command
 
 if TYPE_CHECKING:
+    from engram_trt.configs.deployment import DeploymentConfig
+    from engram_trt.runtime.artifact import Artifact
+    from engram_trt.runtime.engine import Engine
     from engram_trt.runtime.generation import Generation
     from engram_trt.runtime.tokenizer import Tokenizer
 
@@ -33,27 +36,54 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parse-special", action="store_true", help="read names of special tokens as tokens")
     parser.add_argument("--backend", metavar="NAME", default="onnxruntime", help="onnxruntime (default) or torch")
     parser.add_argument("--checkpoint", metavar="DIR", type=Path, help="where the checkpoint is now")
+    parser.add_argument("--deployment", metavar="FILE", type=Path, help="on which devices stages run")
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of text")
 
 
 def _run(arguments: argparse.Namespace) -> int:
     from engram_trt.runtime.artifact import Artifact
+    from engram_trt.runtime.distributed.ranks import launched_rank
     from engram_trt.runtime.generation import Generation, GenerationConfig
     from engram_trt.runtime.sampling import SamplingConfig
     from engram_trt.runtime.session import Session
 
     sampling = SamplingConfig(temperature=arguments.temperature, top_p=arguments.top_p, seed=arguments.seed)
     config = GenerationConfig(max_tokens=arguments.max_tokens, ignore_eos=arguments.ignore_eos, sampling=sampling)
-    artifact = Artifact.open(arguments.artifact, arguments.checkpoint)
-    tokenizer = artifact.tokenizer()
-    prompt = _prompt_ids(arguments, tokenizer)
-    with artifact.engine(arguments.backend) as engine:
+
+    def answer(tokenizer: Tokenizer, prompt: list[int], engine: Engine) -> int:
         generation = Generation(Session(engine), prompt, config)
-        if arguments.json:
-            _print_json(generation, tokenizer)
-        else:
-            _print_text(generation, tokenizer)
-    return 0
+        (_print_json if arguments.json else _print_text)(generation, tokenizer)
+        return 0
+
+    rank = launched_rank()
+    if rank is not None:
+        from engram_trt.runtime.distributed.launch import LaunchRequest, run_ranked
+
+        request = LaunchRequest(
+            command="engram-trt generate",
+            artifact=arguments.artifact,
+            checkpoint=arguments.checkpoint,
+            backend=arguments.backend,
+            deployment=arguments.deployment,
+        )
+
+        def first_rank(artifact: Artifact, engine: Engine, _: object) -> int:
+            tokenizer = artifact.tokenizer()
+            return answer(tokenizer, _prompt_ids(arguments, tokenizer), engine)
+
+        return run_ranked(rank, request, first_rank)
+    artifact = Artifact.open(arguments.artifact, arguments.checkpoint)
+    deployment, tokenizer = deployment_of(artifact, arguments.deployment), artifact.tokenizer()
+    prompt = _prompt_ids(arguments, tokenizer)
+    with artifact.engine(arguments.backend, deployment=deployment) as engine:
+        return answer(tokenizer, prompt, engine)
+
+
+def deployment_of(artifact: Artifact, path: Path | None) -> DeploymentConfig | None:
+    """What a file says about where an artefact runs; None without a file."""
+    from engram_trt.configs.deployment import DeploymentConfig
+
+    return None if path is None else DeploymentConfig.for_artifact(path, artifact.manifest.deployment)
 
 
 def _prompt_ids(arguments: argparse.Namespace, tokenizer: Tokenizer) -> list[int]:

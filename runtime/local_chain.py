@@ -64,3 +64,7 @@ class LocalChain(SessionChain):
             raise ValueError("the saved row is of a session with other caches or limits")
         for own, held in zip(keys, self._held, strict=True):
             held.load_row(row, num_tokens, {key: saved[key] for key in own})
+
+    def dtype(self, key: str) -> str:
+        """Of one of the caches."""
+        return {name: spec.dtype for held in self._held for name, spec in held.specs.items()}[key]

@@ -1,0 +1,241 @@
+"""Meeting the other ranks through `torch.distributed`, and leaving them: in order, or at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from engram_trt.configs.errors import BackendError, ClusterError, PeerError, UserError
+from engram_trt.runtime.distributed.mail import Transport
+from engram_trt.runtime.distributed.ranks import Rank
+from engram_trt.runtime.distributed.watch import GRACE_SECONDS, Watch
+from engram_trt.runtime.distributed.wire import Bytes, Integers
+
+if TYPE_CHECKING:
+    import torch
+
+MEETING_SECONDS = 60
+"""How long ranks wait for each other at the start."""
+WAIT_SECONDS = 1e8
+"""Of the process group: a session may be idle for long; what is lost is found by the heartbeat."""
+EXIT_INTERRUPTED = 130
+POLL_SECONDS = 0.05
+
+
+class Cluster:
+    """This process among its ranks. A context: leaving it tells the others why.
+
+    Args:
+        rank: which one this is.
+        command: for messages, such as `engram-trt generate`.
+
+    Raises:
+        BackendError: torch is missing.
+        ClusterError: the meeting port is taken.
+        PeerError: some rank did not come.
+    """
+
+    def __init__(self, rank: Rank, command: str) -> None:
+        self.rank, self._command = rank, command
+        self._exit_code: int | None = None
+        _hold_signals(rank)
+        self._torch = _import_torch()
+        self._store = self._meet()
+        try:
+            self.watch = Watch(self._store.clone(), rank.number, rank.world_size, self._leave_now)
+            self.watch.start()
+        except RuntimeError as error:
+            raise _absent(rank, error) from None
+        threading.Thread(target=self._await_termination, name="signals", daemon=True).start()
+
+    # --- notes on the launcher's store --------------------------------------------------------------------
+
+    def post(self, key: str, text: str) -> None:
+        """Write a note for other ranks."""
+        self._store.set(key, text)
+
+    def notes(self, key: str) -> dict[int, str]:
+        """The note of every rank under `key/RANK`; waits for all, and raises what happens meanwhile."""
+        keys = [f"{key}/{number}" for number in range(self.rank.world_size)]
+        self._await(keys)
+        values = self._store.multi_get(keys)
+        return {number: value.decode() for number, value in enumerate(values)}
+
+    def note(self, key: str) -> str:
+        """One note; waits for it, and raises what happens meanwhile."""
+        self._await([key])
+        return str(self._store.get(key).decode())
+
+    def _await(self, keys: list[str]) -> None:
+        while not self._store.check(keys):
+            self.watch.check()
+            threading.Event().wait(POLL_SECONDS)
+        self.watch.check()
+
+    # --- tensors ------------------------------------------------------------------------------------------
+
+    def transport(self) -> Transport:
+        """Connect to the neighbours."""
+        distributed = self._torch.distributed
+        rank = self.rank
+        if rank.address.partition(":")[0] in ("localhost", "127.0.0.1"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        distributed.init_process_group(
+            "gloo",
+            store=distributed.PrefixStore("ranks", self._store),
+            rank=rank.number,
+            world_size=rank.world_size,
+            timeout=timedelta(seconds=WAIT_SECONDS),
+        )
+        following = (rank.number + 1) % rank.world_size
+        return TorchTransport(self._torch, following, (rank.number - 1) % rank.world_size)
+
+    # --- the end ------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.watch.leaving()
+        self._exit_code = 0 if error is None else _exit_code(error)
+        if error is not None and not isinstance(error, PeerError):
+            self._tell(error)
+        if error is None:
+            self.watch.finish()
+        if self.rank.number == 0 and not isinstance(error, PeerError):
+            # The store may live in this process: it must outlive the others, who read there what to do.
+            self._await_others(5.0 if error is None else 3 * GRACE_SECONDS)
+        _leave_at_exit(self._exit_code)
+
+    def _tell(self, error: BaseException) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            self.watch.tell("interrupted", "interrupted by the user")
+        elif isinstance(error, UserError):
+            self.watch.tell("refused", str(error))
+        else:
+            self.watch.tell("failed", f"{type(error).__name__}: {error}"[:500])
+
+    def _await_others(self, seconds: float) -> None:
+        for _ in range(int(seconds / POLL_SECONDS)):
+            if self.watch.all_finished():
+                return
+            threading.Event().wait(POLL_SECONDS)
+
+    def _leave_now(self, failure: PeerError) -> None:
+        """The program did not leave: it may hang in a call that nothing can interrupt."""
+        if self.rank.number == 0 or failure.kind in ("lost", "failed"):
+            print(f"{self._command}: {failure}", file=sys.stderr)
+        _flush()
+        os._exit(failure.exit_code)
+
+    def _await_termination(self) -> None:
+        while True:
+            signal.sigwait({signal.SIGTERM})
+            self.watch.terminate()
+
+    def _meet(self) -> Any:
+        distributed = self._torch.distributed
+        try:
+            store, _, _ = next(distributed.rendezvous("env://", timeout=timedelta(seconds=MEETING_SECONDS)))
+            store.set_timeout(timedelta(seconds=MEETING_SECONDS))
+            return store
+        except (RuntimeError, ValueError) as error:
+            text = str(error)
+            if "EADDRINUSE" in text or "address already in use" in text.lower():
+                raise ClusterError(
+                    f"rank {self.rank.number}: MASTER_PORT",
+                    found=f"{self.rank.address}, which is in use",
+                    expected="a free port for the ranks to meet",
+                    remedy="Choose another port (`torchrun --master-port`), or end what listens there.",
+                ) from None
+            raise _absent(self.rank, error) from None
+
+
+class TorchTransport(Transport):
+    """Point-to-point messages of a process group, on host memory.
+
+    Args:
+        module: torch.
+        following, before: ranks.
+    """
+
+    def __init__(self, module: Any, following: int, before: int) -> None:
+        self._torch, self._following, self._before = module, following, before
+
+    def send(self, header: Integers, payload: Bytes) -> Callable[[], None]:
+        works = [self._isend(array) for array in (header, payload) if array.size]
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        return wait
+
+    def _isend(self, array: Integers | Bytes) -> Any:
+        tensor: torch.Tensor = self._torch.from_numpy(array)
+        return self._torch.distributed.isend(tensor, self._following)
+
+    def receive(self, target: Integers | Bytes) -> None:
+        self._torch.distributed.recv(self._torch.from_numpy(target), self._before)
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, UserError):
+        return error.exit_code
+    return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _hold_signals(rank: Rank) -> None:
+    """SIGTERM goes to a thread of its own, for the main one may be inside a call; Ctrl-C is rank 0's affair."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    if rank.number:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _leave_at_exit(code: int) -> None:
+    """End without the interpreter's own end: threads inside the process group would be waited for, for ever."""
+    import atexit
+
+    def leave() -> None:
+        _flush()
+        os._exit(code)
+
+    atexit.register(leave)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue
+
+
+def _import_torch() -> Any:
+    try:
+        import torch
+        import torch.distributed
+    except ImportError:
+        raise BackendError(
+            "several processes",
+            found="no package torch",
+            expected="torch, for torch.distributed",
+            remedy="pip install 'engram-trt[export]'",
+        ) from None
+    return torch
+
+
+def _absent(rank: Rank, error: Exception) -> PeerError:
+    return PeerError(
+        f"rank {rank.number}: {rank.address}",
+        kind="lost",
+        found=f"not all of {rank.world_size} ranks within {MEETING_SECONDS} s ({str(error).splitlines()[0][:120]})",
+        expected="every rank at the meeting place",
+        remedy="Start all ranks, with the same address and port.",
+    )

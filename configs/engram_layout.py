@@ -23,16 +23,38 @@ _INT64_MAX = 2**63 - 1
 _SEED_STRIDE = 10007
 
 
+_WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
+"""Bases that expose every composite number below 3.1e23 (Miller-Rabin)."""
+
+
+def _is_prime(number: int) -> bool:
+    """Whether a number below 3.1e23 is prime."""
+    if number < 2 or any(number % base == 0 for base in _WITNESSES):
+        return number in _WITNESSES
+    twos = ((number - 1) & (1 - number)).bit_length() - 1
+    odd = (number - 1) >> twos
+    for base in _WITNESSES:
+        power = pow(base, odd, number)
+        if power in (1, number - 1):
+            continue
+        for _ in range(twos - 1):
+            power = power * power % number
+            if power == number - 1:
+                break
+        else:
+            return False
+    return True
+
+
 @lru_cache(maxsize=64)
 def _consecutive_primes(search_start: int, count: int) -> tuple[int, ...]:
     """The first `count` primes that are not below `search_start`."""
-    from sympy import nextprime
-
     primes: list[int] = []
-    cursor = search_start - 1
-    for _ in range(count):
-        cursor = int(nextprime(cursor))
-        primes.append(cursor)
+    candidate = max(search_start, 2)
+    while len(primes) < count:
+        if _is_prime(candidate):
+            primes.append(candidate)
+        candidate += 1
     return tuple(primes)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from engram_trt.export.modeling.compute import ComputeConfig
 from engram_trt.export.modeling.weights import WeightSource, dense_chunks
 from engram_trt.export.passes.cleanup import drop_untyped_values
 from engram_trt.export.passes.functions import FunctionLibrary
-from engram_trt.export.passes.weights import StoredWeight, externalize
+from engram_trt.export.passes.weights import StoredWeight, externalize, point_to_data
 from engram_trt.export.provenance import graph_key
 from engram_trt.export.stages.chain import (
     DTYPE_NAMES,
@@ -30,6 +32,16 @@ from engram_trt.export.tracing import trace_stage, weight_tensors
 
 IR_VERSION = 10
 """The first with function overloads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFiles:
+    """The files of a stage, as written, with their SHA-256 (hex)."""
+
+    onnx: Path
+    onnx_sha256: str
+    data: Path
+    data_sha256: str
 
 
 def ignore_progress(num_bytes: int) -> None:
@@ -107,6 +119,13 @@ class StageExporter:
     def export(
         self, spec: StageSpec, folder: Path, *, zeros: bool = False, progress: Callable[[int], None] = ignore_progress
     ) -> tuple[Path, Path]:
+        """`write` the files of a stage; their paths."""
+        files = self.write(spec, folder, zeros=zeros, progress=progress)
+        return files.onnx, files.data
+
+    def write(
+        self, spec: StageSpec, folder: Path, *, zeros: bool = False, progress: Callable[[int], None] = ignore_progress
+    ) -> StageFiles:
         """Write `<stage>.onnx` and `<stage>.data`; the .onnx file appears last, complete, and checked.
 
         Args:
@@ -115,20 +134,29 @@ class StageExporter:
             zeros: write the data file as sparse zeros of full size.
             progress: called with the number of weight bytes just written.
 
-        Returns:
-            both paths.
-
         Raises:
-            CheckpointError: a weight is absent, misshapen or damaged.
+            CheckpointError: a weight is absent, misshapen or damaged, or its shard changes meanwhile.
             OSError: the disk is full or not writable.
         """
         onnx_path, data_path = folder / f"{spec.name}.onnx", folder / f"{spec.name}.data"
+        model = self._own_graph(spec)
+        data_sha256 = externalize(model, self.weights(spec), data_path, zeros=zeros, progress=progress)
+        content = model.SerializeToString()
+        write_atomically(onnx_path, content)
+        onnx_sha256 = hashlib.sha256(content).hexdigest()
+        return StageFiles(onnx=onnx_path, onnx_sha256=onnx_sha256, data=data_path, data_sha256=data_sha256)
+
+    def file_bytes(self, spec: StageSpec) -> tuple[int, int]:
+        """Sizes that `<stage>.onnx` and `<stage>.data` would have; no weight is read."""
+        model = self._own_graph(spec)
+        data_bytes = point_to_data(model, self.weights(spec), f"{spec.name}.data")
+        return model.ByteSize(), data_bytes
+
+    def _own_graph(self, spec: StageSpec) -> onnx.ModelProto:
         model = onnx.ModelProto()
         model.CopyFrom(self.graph(spec))
         model.graph.name = spec.name
-        externalize(model, self.weights(spec), data_path, zeros=zeros, progress=progress)
-        write_atomically(onnx_path, model.SerializeToString())
-        return onnx_path, data_path
+        return model
 
     def _shapes(self, spec: StageSpec) -> nn.Module:
         return shapes_only(spec, self.config, self.compute, self.token_map)
@@ -152,8 +180,20 @@ def stage_graph(
     Raises:
         onnx.checker.ValidationError: what was traced is not valid ONNX; a bug.
     """
+    return completed_graph(traced_graph(spec, config, compute, token_map), functions)
+
+
+def traced_graph(
+    spec: StageSpec, config: ModelConfig, compute: ComputeConfig, token_map: Tensor | None
+) -> onnx.ModelProto:
+    """A stage's graph whose custom ops have no bodies yet."""
     model = trace_stage(spec, shapes_only(spec, config, compute, token_map))
     drop_untyped_values(model)
+    return model
+
+
+def completed_graph(model: onnx.ModelProto, functions: FunctionLibrary) -> onnx.ModelProto:
+    """The graph with its ops' bodies, checked; in place."""
     functions.attach(model)
     model.ir_version = IR_VERSION
     onnx.checker.check_model(model, full_check=True)

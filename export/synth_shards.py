@@ -37,6 +37,11 @@ def shard_key(name: str) -> tuple[int, int]:
     return 3, 0
 
 
+def shard_name(number: int, count: int) -> str:
+    """File name of shard `number` (from 1) of `count`."""
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
 def split_into_shards(tensors: Mapping[str, TensorShape]) -> dict[str, dict[str, TensorShape]]:
     """File name -> its tensors, in the order of their data: wider items first, so that all are aligned."""
     groups: dict[tuple[int, int], dict[str, TensorShape]] = {}
@@ -45,7 +50,7 @@ def split_into_shards(tensors: Mapping[str, TensorShape]) -> dict[str, dict[str,
     shards = {}
     for number, key in enumerate(sorted(groups), start=1):
         ordered = sorted(groups[key].items(), key=lambda item: -ITEM_BYTES[item[1].dtype])
-        shards[f"model-{number:05d}-of-{len(groups):05d}.safetensors"] = dict(ordered)
+        shards[shard_name(number, len(groups))] = dict(ordered)
     return shards
 
 

@@ -7,8 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sympy
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+from engram_trt.configs import engram_layout
 from engram_trt.configs.engram_layout import EngramLayout
 from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.preset_files import model_preset
@@ -79,3 +83,20 @@ def test_a_model_without_engram_has_an_empty_layout() -> None:
     layout = EngramLayout.from_config(ModelConfig.from_dict(flat))
     assert layout.num_embeddings == ()
     assert layout.multipliers.shape[0] == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**40))
+def test_primes_are_those_of_another_library(start: int) -> None:
+    primes = engram_layout._consecutive_primes(start, 3)
+    expected, cursor = [], start - 1
+    for _ in range(3):
+        cursor = sympy.nextprime(cursor)
+        expected.append(cursor)
+    assert primes == tuple(expected)
+
+
+@pytest.mark.parametrize("composite", [1, 4, 561, 1_373_653, 3_215_031_751, 3_825_123_056_546_413_051])
+def test_numbers_that_fool_weak_tests_are_no_primes(composite: int) -> None:
+    """Carmichael numbers and strong pseudoprimes to small bases."""
+    assert composite not in engram_layout._consecutive_primes(composite, 1)

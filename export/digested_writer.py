@@ -1,0 +1,70 @@
+"""A file written once, front to back, whose digest is known when it ends."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+_ZEROS = bytes(1 << 20)
+
+Buffer = bytes | bytearray | memoryview
+
+
+class DigestedWriter:
+    """Writes a file and digests the same bytes meanwhile, on a thread of its own; one piece is in flight at a time.
+
+    Args:
+        path: written anew.
+
+    Raises:
+        OSError: the disk is full, the quota used up, or the folder not writable.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_bytes = 0
+        self._digest = hashlib.sha256()
+        self._pool = ThreadPoolExecutor(max_workers=1)
+        self._last: Future[None] | None = None
+        self._file: BinaryIO = path.open("wb", buffering=0)
+
+    def write(self, data: Buffer) -> None:
+        """Append bytes, which must not change until the next call returns."""
+        view = memoryview(data).cast("B")
+        self._wait()
+        self._last = self._pool.submit(self._digest.update, view)
+        while view:
+            view = view[self._file.write(view) :]
+        self.num_bytes += memoryview(data).nbytes
+
+    def skip(self, num_bytes: int) -> None:
+        """Append zeros as a hole, which takes no room on file systems that have such."""
+        self._wait()
+        for start in range(0, num_bytes, len(_ZEROS)):
+            self._digest.update(memoryview(_ZEROS)[: min(len(_ZEROS), num_bytes - start)])
+        self.num_bytes += num_bytes
+        self._file.truncate(self.num_bytes)
+        self._file.seek(self.num_bytes)
+
+    def finish(self) -> str:
+        """Make everything durable; the SHA-256 (hex) of the file."""
+        self._wait()
+        os.fsync(self._file.fileno())
+        return self._digest.hexdigest()
+
+    def _wait(self) -> None:
+        if self._last is not None:
+            self._last.result()
+
+    def __enter__(self) -> DigestedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown()
+        self._file.close()

@@ -1,0 +1,83 @@
+"""Memory and disk of the machine itself: for the export, for a build, and beside the devices while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engram_trt.configs.deployment import DeploymentConfig
+from engram_trt.configs.model import ModelConfig
+from engram_trt.export.planning.devices import DevicePlan, residency_of, staging_bytes
+from engram_trt.export.planning.stage_bytes import StageBytes
+
+GIB = 1 << 30
+
+TOOLCHAIN_BYTES = 560 << 20
+"""Resident memory of a process with torch and onnx imported; seen in the records of the export benchmark."""
+RUNTIME_BYTES = 220 << 20
+"""The same with ONNX Runtime or a CUDA context, before anything is loaded."""
+WORKING_BYTES = 320 << 20
+"""What an export process adds to that: a graph, a few pieces of weights, and pages of the tensor being read."""
+GRAPH_BYTES = 350_000
+"""Size of a stage's .onnx file, about; a dry run of the export says it exactly."""
+PLAN_BYTES = 5_000_000
+"""Size of a TensorRT plan with bound weights, about."""
+BUILDER_BYTES = 2 * GIB
+"""Memory that one builder is given."""
+
+
+def export_needs(stages: Sequence[StageBytes], *, jobs: int, copied_bytes: int) -> dict[str, int]:
+    """Host memory and disk of an export.
+
+    Args:
+        stages: to be exported.
+        jobs: processes at a time.
+        copied_bytes: to be read from the checkpoint on the way (dense weights as they are stored).
+    """
+    data = sum(stage.data_bytes for stage in stages)
+    experts = sum(stage.expert_bytes for stage in stages)
+    graphs = len(stages) * GRAPH_BYTES
+
+    return {
+        "memory_bytes": jobs * (TOOLCHAIN_BYTES + WORKING_BYTES),
+        "jobs": jobs,
+        "data_file_bytes": data,
+        "graph_bytes_about": graphs,
+        "disk_bytes": data + graphs,
+        "disk_bytes_with_copied_experts": data + graphs + experts,
+        "read_bytes": copied_bytes,
+    }
+
+
+def build_needs(num_plans: int) -> dict[str, int]:
+    """Host memory and disk of a TensorRT build, one builder at a time."""
+    return {"memory_bytes": BUILDER_BYTES, "plans": num_plans, "disk_bytes_about": num_plans * PLAN_BYTES}
+
+
+def run_needs(
+    devices: Sequence[DevicePlan], config: ModelConfig, deployment: DeploymentConfig, *, gpu: bool
+) -> dict[str, int]:
+    """Host memory while the model runs: on a CPU the devices are the host."""
+    stages = [stage for device in devices for stage in device.stages]
+    tables = [stage for stage in stages if stage.table_bytes]
+    fetched = [stage for stage in tables if residency_of(stage, deployment) != "device"]
+    parts = {
+        "process": RUNTIME_BYTES,
+        "engram_tables": sum(s.table_bytes for s in fetched if residency_of(s, deployment) == "host"),
+        "engram_cache": sum(
+            deployment.engram.cache_mib << 20
+            for stage in fetched
+            if residency_of(stage, deployment) in ("mmap", "packed")
+        ),
+        "engram_staging": len(fetched) * staging_bytes(config, deployment),
+        # The copy that stacks experts is made one tensor ahead of the one being handed over.
+        "expert_upload": 2 * max(map(largest_expert_tensor, stages), default=0) if gpu else 0,
+    }
+    if not gpu:
+        parts["stages"] = devices[0].peak_bytes
+    return {**parts, "total": sum(parts.values())}
+
+
+def largest_expert_tensor(stage: StageBytes) -> int:
+    """Bytes of the largest stacked tensor of a stage's experts."""
+    known = {"table_rows": 0}
+    return max((t.num_bytes(known) for t in stage.spec.inputs if t.role == "resident"), default=0)

@@ -61,6 +61,7 @@ class Manifest:
         stages: in the order they run.
         residents: weights to bind, from the checkpoint or from copies.
         files: config and tokenizer.
+        layers: the checkpoint was opened for the blocks of these layers only; None for all it has.
     """
 
     model_digest: str
@@ -73,6 +74,7 @@ class Manifest:
     stages: tuple[StageRecord, ...]
     residents: tuple[ResidentRecord, ...]
     files: tuple[FileRecord, ...]
+    layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for digest in (self.model_digest, self.checkpoint_digest, self.token_map_sha256):
@@ -80,6 +82,8 @@ class Manifest:
                 require_digest(digest)
         if not isinstance(self.has_weights, bool) or not isinstance(self.checkpoint_path, str):
             raise ValueError("has_weights or checkpoint_path of another type")
+        if self.layers is not None and not all(type(layer_id) is int for layer_id in self.layers):
+            raise ValueError("layers that are no layer ids")
         if not all(isinstance(text, str) for pair in self.tools.items() for text in pair):
             raise ValueError("tools that are no versions")
         paths = [record.path for record in self.all_files()]
@@ -112,6 +116,8 @@ class Manifest:
             "stages": [record.to_json() for record in self.stages],
             "residents": [record.to_json() for record in self.residents],
         }
+        if self.layers is not None:
+            document["layers"] = list(self.layers)
         return {**document, "digest": document_digest(document)}
 
     @property
@@ -169,6 +175,7 @@ class Manifest:
             files=tuple(FileRecord.from_json(item) for item in document["files"]),
             stages=tuple(StageRecord.from_json(item) for item in document["stages"]),
             residents=tuple(ResidentRecord.from_json(item) for item in document["residents"]),
+            layers=tuple(document["layers"]) if "layers" in document else None,
         )
 
 

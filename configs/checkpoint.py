@@ -94,6 +94,11 @@ class Checkpoint:
         return file_in(self.root, TOKENIZER_NAME, str(self.root))
 
     @property
+    def shards(self) -> Mapping[str, ShardHeader]:
+        """Headers of the shards that were read, by file name."""
+        return {path.name: header for path, header in self._shards.items()}
+
+    @property
     def shard_sizes(self) -> dict[Path, int]:
         """Bytes of every shard that was read, as they were when it was opened."""
         return {path: header.file_bytes for path, header in self._shards.items()}

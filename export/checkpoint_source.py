@@ -1,18 +1,37 @@
-"""A checkpoint in the released layout as a source of torch tensors, read through safetensors' memory maps."""
+"""A checkpoint in the released layout as a source of torch tensors, mapped and given back page by page."""
 
 from __future__ import annotations
 
+import mmap
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engram_trt.configs.checkpoint import Checkpoint
 from engram_trt.configs.errors import CheckpointError
 from engram_trt.configs.model import ModelConfig
+from engram_trt.configs.shard_reading import opened_shard
+
+_DTYPES: Mapping[str, torch.dtype] = {
+    "I8": torch.int8,
+    "U8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +39,12 @@ class CheckpointSource:
     """Tensors as stored, mapped and not copied. Scales are checked for NaN when they are read."""
 
     checkpoint: Checkpoint
-    _files: dict[Path, Any] = field(default_factory=dict, repr=False)
+    _maps: dict[Path, Any] = field(default_factory=dict, repr=False)
     _checked: set[str] = field(default_factory=set, repr=False)
+
+    def __post_init__(self) -> None:
+        if sys.byteorder != "little":
+            raise RuntimeError("checkpoints hold little-endian values, which this machine cannot map")
 
     @property
     def config(self) -> ModelConfig:
@@ -37,24 +60,36 @@ class CheckpointSource:
         return True
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor as stored.
+        """A tensor as stored; treat it as read only.
 
         Raises:
-            CheckpointError: absent, unreadable, or a scale that is NaN.
+            CheckpointError: absent, unreadable, of another dtype than a model has, or a scale that is NaN.
         """
         entry = self.checkpoint.entry(name)
         if name not in self._checked:
             self.checkpoint.check_scales(entry)
             self._checked.add(name)
-        try:
-            if entry.shard not in self._files:
-                self._files[entry.shard] = safe_open(entry.shard, framework="pt")
-            tensor: Tensor = self._files[entry.shard].get_tensor(name)
-        except (OSError, SafetensorError) as error:
+        if entry.dtype not in _DTYPES:
             raise CheckpointError(
                 f"{entry.shard}: {name}",
-                found=f"a tensor that cannot be read ({error})",
-                expected="a readable shard",
-                remedy="Check the disk, or fetch the shard again.",
-            ) from None
-        return tensor.view(torch.int8) if tensor.dtype == torch.uint8 else tensor
+                found=f"values of type {entry.dtype}",
+                expected=", ".join(_DTYPES),
+                remedy="Use a checkpoint in the released layout.",
+            )
+        values = self._map(name)[entry.offset : entry.offset + entry.nbytes]
+        tensor: Tensor = torch.from_numpy(values).view(_DTYPES[entry.dtype]).reshape(entry.shape)
+        return tensor
+
+    def _map(self, name: str) -> Any:
+        header = self.checkpoint.header(name)
+        if header.path not in self._maps:
+            with opened_shard(header) as file:
+                # Copy on write: torch wants memory it may write to, and nothing is ever written.
+                mapped = np.memmap(file, dtype=np.uint8, mode="c", shape=(header.file_bytes,))
+            self._maps[header.path] = mapped
+        return self._maps[header.path]
+
+    def drop_pages(self) -> None:
+        """Give back the memory of everything read so far; what is read again comes from the page cache."""
+        for mapped in self._maps.values():
+            mapped._mmap.madvise(mmap.MADV_DONTNEED)

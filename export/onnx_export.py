@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.tensors import StageSpec
+from engram_trt.export.checkpoint_source import CheckpointSource
 from engram_trt.export.graph_store import GraphStore
 from engram_trt.export.modeling.compute import ComputeConfig
 from engram_trt.export.modeling.weights import WeightSource, dense_chunks
@@ -28,6 +29,7 @@ from engram_trt.export.stages.chain import (
     stage_module,
     stage_prefix,
 )
+from engram_trt.export.stages.interfaces import computed_names
 from engram_trt.export.tracing import trace_stage, weight_tensors
 
 IR_VERSION = 10
@@ -116,12 +118,13 @@ class StageExporter:
             stored[name] = StoredWeight(shape=tuple(tensor.shape), dtype=tensor.dtype, chunks=chunks)
         return stored
 
-    def export(
-        self, spec: StageSpec, folder: Path, *, zeros: bool = False, progress: Callable[[int], None] = ignore_progress
-    ) -> tuple[Path, Path]:
-        """`write` the files of a stage; their paths."""
-        files = self.write(spec, folder, zeros=zeros, progress=progress)
-        return files.onnx, files.data
+    def stored_names(self, spec: StageSpec) -> tuple[str, ...]:
+        """Tensors of the source that a stage's data file is made from, scales included."""
+        computed = computed_names(spec, self.config)
+        prefix = stage_prefix(spec)
+        names = [f"{prefix}{name}" for name in weight_tensors(self._shapes(spec)) if name not in computed]
+        scales = [f"{name.removesuffix('.weight')}.scale" for name in names if name.endswith(".weight")]
+        return (*names, *(scale for scale in scales if self.source.has(scale)))
 
     def write(
         self, spec: StageSpec, folder: Path, *, zeros: bool = False, progress: Callable[[int], None] = ignore_progress
@@ -139,6 +142,7 @@ class StageExporter:
             OSError: the disk is full or not writable.
         """
         onnx_path, data_path = folder / f"{spec.name}.onnx", folder / f"{spec.name}.data"
+        onnx_path.unlink(missing_ok=True)  # one of an earlier, unfinished export would not fit the new data
         model = self._own_graph(spec)
         data_sha256 = externalize(model, self.weights(spec), data_path, zeros=zeros, progress=progress)
         content = model.SerializeToString()
@@ -151,6 +155,11 @@ class StageExporter:
         model = self._own_graph(spec)
         data_bytes = point_to_data(model, self.weights(spec), f"{spec.name}.data")
         return model.ByteSize(), data_bytes
+
+    def drop_pages(self) -> None:
+        """Give back the memory that reading weights has taken, where the source is mapped."""
+        if isinstance(self.source, CheckpointSource):
+            self.source.drop_pages()
 
     def _own_graph(self, spec: StageSpec) -> onnx.ModelProto:
         model = onnx.ModelProto()

@@ -1,36 +1,38 @@
-"""From a checkpoint to an artefact: stages, then the manifest. Killed at any point, it resumes."""
+"""From a checkpoint to an artefact: stages, resident weights, then the manifest. Killed at any point, it resumes."""
 
 from __future__ import annotations
 
-import fcntl
-import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from engram_trt.configs.artifact import MANIFEST_NAME, FileRecord, Manifest
+from engram_trt.configs.artifact import FileRecord, Manifest, ResidentRecord, StageRecord
 from engram_trt.configs.checkpoint import Checkpoint
 from engram_trt.configs.deployment import DeploymentConfig
-from engram_trt.configs.errors import ArtifactError, RequestError
+from engram_trt.configs.errors import RequestError
 from engram_trt.configs.tensors import StageSpec
 from engram_trt.export.checkpoint_source import CheckpointSource
 from engram_trt.export.graph_pool import trace_kinds
 from engram_trt.export.graph_store import GraphStore, default_folder
 from engram_trt.export.modeling.compute import ComputeConfig
-from engram_trt.export.modeling.weights import resident_tensor_names
 from engram_trt.export.onnx_export import StageExporter
 from engram_trt.export.provenance import stage_inputs_digest, tool_versions
-from engram_trt.export.residents import resident_records
-from engram_trt.export.stage_records import StageStore
+from engram_trt.export.residents import (
+    Resident,
+    copy_resident,
+    read_resident,
+    residents_of,
+    source_digest,
+)
+from engram_trt.export.stage_pool import WriteLimits, write_stages
+from engram_trt.export.stage_records import StageStore, copy_durably
 from engram_trt.export.stages.chain import stage_specs
+from engram_trt.export.work_folder import require_space, work_folder
 from engram_trt.runtime.token_map import TokenMap
 from engram_trt.runtime.tokenizer import Tokenizer
 
-STAGES_FOLDER = "stages"
 COPIED_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -43,14 +45,20 @@ class ExportRequest:
         out: folder to publish the artefact at.
         deployment: numerics and limits.
         stages: names of stages; None for all that the checkpoint holds.
+        layers: blocks of these layers only, for a trial; only their shards need to be there.
         weights: False writes data files of zeros and reads no weight.
+        copy_experts: the artefact gets its own copy of the experts, stacked as they are bound.
+        limits: processes and memory.
     """
 
     checkpoint: Path
     out: Path
     deployment: DeploymentConfig
     stages: tuple[str, ...] | None = None
+    layers: tuple[int, ...] | None = None
     weights: bool = True
+    copy_experts: bool = False
+    limits: WriteLimits = field(default_factory=WriteLimits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +78,81 @@ class Progress:
     stage: Callable[[str, bool], None] = lambda name, reused: None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenExport:
+    """A request with its checkpoint opened: which stages there are and what they are made from."""
+
+    request: ExportRequest
+    checkpoint: Checkpoint
+    token_map: TokenMap | None
+    exporter: StageExporter
+    specs: tuple[StageSpec, ...]
+    residents: tuple[Resident, ...]
+
+    @classmethod
+    def open(cls, request: ExportRequest, graphs: GraphStore | None = None) -> OpenExport:
+        """Open and check everything; no weight is read.
+
+        Raises:
+            UserError: the checkpoint or the deployment does not allow it.
+        """
+        checkpoint = Checkpoint.open(request.checkpoint, layers=request.layers)
+        request.deployment.require_fits(checkpoint.config)
+        token_map = _token_map(checkpoint, request)
+        ids = None if token_map is None else torch.from_numpy(token_map.ids.copy())
+        compute = ComputeConfig.from_deployment(request.deployment)
+        source = CheckpointSource(checkpoint=checkpoint)
+        specs = _chosen(request, checkpoint, compute)
+        return cls(
+            request=request,
+            checkpoint=checkpoint,
+            token_map=token_map,
+            exporter=StageExporter(source, compute, ids, graphs or GraphStore(default_folder())),
+            specs=specs,
+            residents=residents_of(checkpoint, specs, copy_experts=request.copy_experts),
+        )
+
+    def inputs_digest(self, spec: StageSpec) -> str:
+        """Of what a stage's files are made from."""
+        return stage_inputs_digest(
+            spec,
+            self.request.deployment,
+            self.checkpoint,
+            self.token_map.digest if self.token_map else None,
+            self.exporter.stored_names(spec),
+            weights=self.request.weights,
+        )
+
+    def data_bytes(self, spec: StageSpec) -> int:
+        """Weight bytes of a stage's data file."""
+        return sum(weight.num_bytes for weight in self.exporter.weights(spec).values())
+
+    def manifest(
+        self, stages: Sequence[StageRecord], residents: Sequence[ResidentRecord], files: Sequence[FileRecord]
+    ) -> Manifest:
+        """The manifest of the finished artefact."""
+        return Manifest(
+            model_digest=self.checkpoint.config.digest(),
+            deployment=self.request.deployment,
+            has_weights=self.request.weights,
+            checkpoint_path=str(self.checkpoint.root),
+            checkpoint_digest=self.checkpoint.header_digest,
+            token_map_sha256=self.token_map.digest if self.token_map else None,
+            tools=tool_versions(),
+            stages=tuple(stages),
+            residents=tuple(residents),
+            files=tuple(files),
+            layers=self.request.layers,
+        )
+
+
 def export_checkpoint(
     request: ExportRequest, progress: Progress | None = None, graphs: GraphStore | None = None
 ) -> Manifest:
     """Export a checkpoint; the artefact appears at `request.out` complete or not at all.
 
-    Stages are written to a work folder beside `out` and recorded one by one, so that a second run continues
-    where a killed one stopped, and takes over what has not changed from an older artefact.
+    Stages and copies are written to a work folder beside `out` and recorded one by one, so that a second run
+    continues where a killed one stopped, and takes over what has not changed from an older artefact.
 
     Args:
         request: what to export.
@@ -87,66 +163,81 @@ def export_checkpoint(
         UserError: the checkpoint, the deployment or the disk does not allow it. What was there stays.
     """
     progress = progress or Progress()
-    checkpoint = Checkpoint.open(request.checkpoint)
-    config, deployment = checkpoint.config, request.deployment
-    deployment.require_fits(config)
-    token_map = _token_map(checkpoint)
-    ids = None if token_map is None else torch.from_numpy(token_map.ids.copy())
-    compute = ComputeConfig.from_deployment(deployment)
-    exporter = StageExporter(
-        CheckpointSource(checkpoint=checkpoint), compute, ids, graphs or GraphStore(default_folder())
-    )
-    specs = _chosen(request, checkpoint, compute)
-    digests = {
-        spec.name: stage_inputs_digest(
-            spec, deployment, checkpoint, token_map.digest if token_map else None, weights=request.weights
-        )
-        for spec in specs
-    }
-    with _work_folder(request.out) as work:
-        store = StageStore(work / STAGES_FOLDER, work, request.out)
-        missing = [spec for spec in specs if store.find(spec.name, digests[spec.name]) is None]
-        _require_space(work, exporter, missing, zeros=not request.weights)
-        residents = [spec for spec in specs if any(tensor.role == "resident" for tensor in spec.inputs)]
-        progress.plan(_bytes_to_do(exporter, missing, residents, checkpoint, weights=request.weights), len(specs))
-        trace_kinds(exporter, missing, progress.traced)
-        records = []
-        for spec in specs:
-            record = store.find(spec.name, digests[spec.name])
-            reused = record is not None
-            if record is None:
-                files = exporter.export(
-                    spec, work / STAGES_FOLDER, zeros=not request.weights, progress=progress.written
-                )
-                record = store.add(spec, digests[spec.name], *files)
-            records.append(record)
-            progress.stage(spec.name, reused)
-        manifest = Manifest(
-            model_digest=config.digest(),
-            deployment=deployment,
-            has_weights=request.weights,
-            checkpoint_path=str(checkpoint.root),
-            checkpoint_digest=checkpoint.header_digest,
-            token_map_sha256=token_map.digest if token_map else None,
-            tools=tool_versions(),
-            stages=tuple(records),
-            residents=resident_records(
-                checkpoint, residents, progress.written, digests=request.weights, known=store.known_residents
-            ),
-            files=_copy_files(checkpoint, work),
+    export = OpenExport.open(request, graphs)
+    with work_folder(request.out) as work:
+        store = StageStore(work, request.out)
+        digests = {spec.name: export.inputs_digest(spec) for spec in export.specs}
+        stages = {spec.name: record for spec in export.specs if (record := store.find(spec.name, digests[spec.name]))}
+        missing = [spec for spec in export.specs if spec.name not in stages]
+        residents = {item.key: known for item in export.residents if (known := _known(export, store, item))}
+        unread = [item for item in export.residents if item.key not in residents]
+        _announce(export, work, missing, unread, progress)
+        for name in stages:
+            progress.stage(name, True)
+        trace_kinds(export.exporter, missing, progress.traced)
+        for spec, files in write_stages(
+            export.exporter,
+            export.checkpoint,
+            request.layers,
+            missing,
+            store.stages,
+            request.limits,
+            progress.written,
+            zeros=not request.weights,
+        ):
+            stages[spec.name] = store.add(spec, digests[spec.name], files)
+            progress.stage(spec.name, False)
+        for item in unread:
+            residents[item.key] = _read(export, store, item, progress.written)
+        manifest = export.manifest(
+            [stages[spec.name] for spec in export.specs],
+            [residents[item.key] for item in export.residents],
+            copy_files(export.checkpoint, work),
         )
         store.publish(manifest)
     return manifest
 
 
+def _known(export: OpenExport, store: StageStore, resident: Resident) -> ResidentRecord | None:
+    """What an earlier run recorded; without weights, and with nothing to copy, there is nothing to read."""
+    if not export.request.weights and not resident.copied:
+        return resident.record(None, None, None)
+    source = source_digest(export.checkpoint, resident) if export.request.weights else None
+    return store.find_resident(resident.key, source, copied=resident.copied)
+
+
+def _read(export: OpenExport, store: StageStore, resident: Resident, progress: Callable[[int], None]) -> ResidentRecord:
+    """Digest a resident tensor, and copy it if it is to be."""
+    weights, path = export.request.weights, store.residents / resident.file_name
+    source = source_digest(export.checkpoint, resident) if weights else None
+    if resident.copied:
+        sha256 = copy_resident(export.checkpoint, resident, path, progress, zeros=not weights)
+        copy = FileRecord.of(store.work, path, sha256)
+        record = resident.record(sha256 if weights else None, source, copy)
+    else:
+        record = resident.record(read_resident(export.checkpoint, resident, progress), source, None)
+    store.add_resident(record)
+    return record
+
+
+def _announce(
+    export: OpenExport, work: Path, missing: Sequence[StageSpec], unread: Sequence[Resident], progress: Progress
+) -> None:
+    """Say how much there is to do, and refuse what the disk has no room for."""
+    dense = sum(map(export.data_bytes, missing))
+    copied = sum(resident.num_bytes for resident in unread if resident.copied)
+    if export.request.weights:
+        require_space(work, dense + copied)
+    progress.plan(dense + sum(resident.num_bytes for resident in unread), len(export.specs))
+
+
 def _chosen(request: ExportRequest, checkpoint: Checkpoint, compute: ComputeConfig) -> tuple[StageSpec, ...]:
-    config = checkpoint.config
     specs = stage_specs(
-        config,
+        checkpoint.config,
         compute,
         packed_experts=True,
         dspark_taps=request.deployment.dspark_taps,
-        layers=checkpoint.partial_layers,
+        layers=request.layers if request.layers is not None else checkpoint.partial_layers,
     )
     if request.stages is None:
         return specs
@@ -162,96 +253,18 @@ def _chosen(request: ExportRequest, checkpoint: Checkpoint, compute: ComputeConf
     return tuple(spec for spec in specs if spec.name in request.stages)
 
 
-def _token_map(checkpoint: Checkpoint) -> TokenMap | None:
-    if not checkpoint.config.has_engram or checkpoint.partial_layers is not None:
+def _token_map(checkpoint: Checkpoint, request: ExportRequest) -> TokenMap | None:
+    if not checkpoint.config.has_engram or checkpoint.partial_layers is not None or request.layers is not None:
         return None
     return TokenMap.for_model(Tokenizer.open(checkpoint.tokenizer_path, checkpoint.config), checkpoint.config)
 
 
-def _bytes_to_do(
-    exporter: StageExporter,
-    missing: Sequence[StageSpec],
-    residents: Sequence[StageSpec],
-    checkpoint: Checkpoint,
-    *,
-    weights: bool,
-) -> int:
-    dense = sum(weight.num_bytes for spec in missing for weight in exporter.weights(spec).values())
-    if not weights:
-        return dense
-    return dense + sum(
-        checkpoint.entry(name).nbytes
-        for spec in residents
-        for tensor in spec.inputs
-        if tensor.role == "resident"
-        for name in resident_tensor_names(checkpoint.config, tensor)
-    )
-
-
-def _require_space(work: Path, exporter: StageExporter, missing: Sequence[StageSpec], *, zeros: bool) -> None:
-    """Refuse before the first byte if the data files cannot fit."""
-    needed = sum(weight.num_bytes for spec in missing for weight in exporter.weights(spec).values())
-    free = shutil.disk_usage(work).free
-    if needed > free and not zeros:
-        raise ArtifactError(
-            str(work.parent),
-            found=f"{free:,} bytes free",
-            expected=f"{needed:,} for the stages' weights",
-            remedy="Free some room or choose another --out.",
-        )
-
-
-def _copy_files(checkpoint: Checkpoint, work: Path) -> tuple[FileRecord, ...]:
+def copy_files(checkpoint: Checkpoint, work: Path) -> list[FileRecord]:
+    """Config and tokenizer, copied."""
     records = []
     for name in COPIED_FILES:
         source = checkpoint.root / name
         if source.is_file():
-            shutil.copyfile(source, work / name)
+            copy_durably(source, work / name)
             records.append(FileRecord.of(work, work / name))
-    return tuple(records)
-
-
-@contextmanager
-def _work_folder(out: Path) -> Iterator[Path]:
-    """The folder beside `out` in which its successor grows; one export at a time may use it.
-
-    Raises:
-        ArtifactError: another export is at work there, `out` is something else, or the disk refuses.
-    """
-    out = Path(os.path.abspath(out))
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST_NAME).is_file())):
-        raise ArtifactError(
-            str(out),
-            found="a file or folder that is no artefact",
-            expected="an absent or empty folder, or an artefact to replace",
-            remedy="Choose another --out.",
-        )
-    work = out.with_name(f".{out.name}.export")
-    try:
-        (work / STAGES_FOLDER).mkdir(parents=True, exist_ok=True)
-        lock = os.open(work.with_name(f"{work.name}.lock"), os.O_CREAT | os.O_RDWR, 0o644)
-    except OSError as error:
-        raise _disk_error(work, error) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise ArtifactError(
-            str(work), found="another export at work", expected="one at a time", remedy="Wait for it to end."
-        ) from None
-    try:
-        yield work
-    except OSError as error:
-        raise _disk_error(work, error) from error
-    finally:
-        os.close(lock)
-    work.with_name(f"{work.name}.lock").unlink(missing_ok=True)
-
-
-def _disk_error(work: Path, error: OSError) -> ArtifactError:
-    return ArtifactError(
-        str(work),
-        found=f"{error.strerror or error}",
-        expected="a writable disk with room",
-        remedy="What was finished is kept: make room and run the same command again.",
-    )
+    return records

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -40,7 +40,9 @@ GRAPH_SOURCES: Mapping[str, tuple[str, ...]] = {
 }
 """Sources that decide what a traced graph looks like."""
 
-WEIGHT_SOURCES: Mapping[str, tuple[str, ...]] = {"export": ("onnx_export.py", "passes/weights.py")}
+WEIGHT_SOURCES: Mapping[str, tuple[str, ...]] = {
+    "export": ("onnx_export.py", "passes/weights.py", "passes/data_layout.py")
+}
 """Sources that, besides, decide what a stage's data file looks like."""
 
 
@@ -74,21 +76,44 @@ def graph_key(spec: StageSpec, config: ModelConfig, compute: ComputeConfig, pad_
     )
 
 
+def shards_digest(checkpoint: Checkpoint, names: Iterable[str]) -> str:
+    """Says from which shards, in which state, some tensors are read: header, size and time of the last change.
+
+    The weights themselves are not read: whoever writes to a shard changes its time.
+    """
+    headers = {header.path.name: header for header in map(checkpoint.header, names)}
+    states = [
+        [name, header.digest, header.file_bytes, header.identity.mtime_ns if header.identity else 0]
+        for name, header in sorted(headers.items())
+    ]
+    return document_digest({"shards": states})
+
+
 def stage_inputs_digest(
     spec: StageSpec,
     deployment: DeploymentConfig,
     checkpoint: Checkpoint,
     token_map_digest: str | None,
+    stored_names: Iterable[str],
     *,
     weights: bool,
 ) -> str:
-    """Digest of everything that decides a stage's files. Limits are not among it: they bound buffers only."""
+    """Digest of everything that decides a stage's files. Limits are not among it: they bound buffers only.
+
+    Args:
+        spec: the stage.
+        deployment: numerics.
+        checkpoint: the model and the shards.
+        token_map_digest: of the compressed token map, where there is one.
+        stored_names: tensors of the checkpoint that the stage's data file is made from.
+        weights: False for a data file of zeros.
+    """
     return document_digest(
         {
             "spec": spec.to_json(),
             "numerics": [deployment.dtype, deployment.activation_quantization, deployment.cache_quantization],
             "model": checkpoint.config.digest(),
-            "checkpoint": checkpoint.header_digest,
+            "shards": shards_digest(checkpoint, stored_names) if weights else None,
             "token_map": token_map_digest,
             "weights": weights,
             "tools": tool_versions(),

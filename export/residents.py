@@ -1,72 +1,138 @@
-"""Where the weights that stay in the checkpoint lie: experts and Engram tables, by shard and offset."""
+"""Weights that are bound and not baked, experts and Engram tables: where they lie, their digests, their copies."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from engram_trt.configs.artifact import ResidentPart, ResidentRecord
+from engram_trt.configs.artifact import FileRecord, ResidentPart, ResidentRecord
 from engram_trt.configs.checkpoint import Checkpoint
+from engram_trt.configs.safetensors_header import TensorEntry
+from engram_trt.configs.shard_reading import BLOCK_BYTES, check_scale_block
 from engram_trt.configs.tensors import StageSpec, TensorSpec
+from engram_trt.export.digested_writer import DigestedWriter
 from engram_trt.export.modeling.weights import resident_tensor_names
+from engram_trt.export.provenance import shards_digest
 
-_BLOCK_BYTES = 1 << 24
+RESIDENTS_FOLDER = "residents"
+EXPERTS = "experts_"
 
 
-def resident_records(
-    checkpoint: Checkpoint,
-    specs: Sequence[StageSpec],
-    progress: Callable[[int], None],
-    *,
-    digests: bool,
-    known: Mapping[str, ResidentRecord],
-) -> tuple[ResidentRecord, ...]:
-    """Records of every resident input of some stages.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resident:
+    """One resident tensor of a model, about to be recorded.
+
+    Attributes:
+        tensor: the input of a stage that it is bound to.
+        entries: its parts in the checkpoint, in order.
+        copied: whether the artefact gets its own copy.
+    """
+
+    tensor: TensorSpec
+    entries: tuple[TensorEntry, ...]
+    copied: bool
+
+    @property
+    def key(self) -> str:
+        return self.tensor.key
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
+
+    @property
+    def file_name(self) -> str:
+        """Of the copy."""
+        return f"{self.key}.bin"
+
+    def record(self, sha256: str | None, source: str | None, copy: FileRecord | None) -> ResidentRecord:
+        """What the manifest says about it."""
+        parts = tuple(ResidentPart(shard=e.shard.name, offset=e.offset, num_bytes=e.nbytes) for e in self.entries)
+        stacked = (len(parts),) if len(self.tensor.shape) == len(self.entries[0].shape) + 1 else ()
+        return ResidentRecord(
+            key=self.key,
+            dtype=self.tensor.dtype,
+            shape=(*stacked, *self.entries[0].shape),
+            parts=parts,
+            sha256=sha256,
+            source=source,
+            copy=copy,
+        )
+
+
+def residents_of(checkpoint: Checkpoint, specs: Sequence[StageSpec], *, copy_experts: bool) -> tuple[Resident, ...]:
+    """Every resident input of some stages, once; of these, experts are copied if asked for, tables never."""
+    found: dict[str, Resident] = {}
+    for spec in specs:
+        for tensor in spec.inputs:
+            if tensor.role == "resident" and tensor.key not in found:
+                names = resident_tensor_names(checkpoint.config, tensor)
+                found[tensor.key] = Resident(
+                    tensor=tensor,
+                    entries=tuple(map(checkpoint.entry, names)),
+                    copied=copy_experts and tensor.tensor.startswith(EXPERTS),
+                )
+    return tuple(found.values())
+
+
+def source_digest(checkpoint: Checkpoint, resident: Resident) -> str:
+    """Says which shards, in which state, a resident tensor was read from."""
+    return shards_digest(checkpoint, [entry.name for entry in resident.entries])
+
+
+def read_resident(checkpoint: Checkpoint, resident: Resident, progress: Callable[[int], None]) -> str:
+    """Read and digest a resident tensor.
 
     Args:
-        checkpoint: holds the weights.
-        specs: stages.
-        progress: called with the number of bytes just digested.
-        digests: read and digest the weights, and refuse scales that are NaN.
-        known: records of an older artefact; a digest is taken over if the parts are the same.
+        checkpoint: holds it.
+        resident: which.
+        progress: called with the number of bytes just read.
+
+    Returns:
+        SHA-256 (hex).
 
     Raises:
         CheckpointError: a scale is NaN, or a shard changed or cannot be read.
     """
-    records: dict[str, ResidentRecord] = {}
-    for spec in specs:
-        for tensor in spec.inputs:
-            if tensor.role == "resident" and tensor.key not in records:
-                records[tensor.key] = _record(checkpoint, tensor, progress, digests, known.get(tensor.key))
-    return tuple(records.values())
+    digest = hashlib.sha256()
+    for block in _blocks(checkpoint, resident):
+        digest.update(block)
+        progress(len(block))
+    return digest.hexdigest()
 
 
-def _record(
-    checkpoint: Checkpoint,
-    tensor: TensorSpec,
-    progress: Callable[[int], None],
-    digests: bool,
-    old: ResidentRecord | None,
-) -> ResidentRecord:
-    names = resident_tensor_names(checkpoint.config, tensor)
-    entries = [checkpoint.entry(name) for name in names]
-    parts = tuple(
-        ResidentPart(shard=entry.shard.name, offset=entry.offset, num_bytes=entry.nbytes) for entry in entries
-    )
-    stacked = (len(entries),) if len(tensor.shape) == len(entries[0].shape) + 1 else ()
-    sha256 = None
-    if digests and old is not None and old.parts == parts and old.sha256 is not None:
-        sha256 = old.sha256
-    elif digests:
-        digest = hashlib.sha256()
-        for name, entry in zip(names, entries, strict=True):
-            checkpoint.check_scales(entry)
-            values = checkpoint.bytes(name)
-            for start in range(0, entry.nbytes, _BLOCK_BYTES):
-                block = values[start : start + _BLOCK_BYTES]
-                digest.update(block.data)
-                progress(block.nbytes)
-        sha256 = digest.hexdigest()
-    return ResidentRecord(
-        key=tensor.key, dtype=tensor.dtype, shape=(*stacked, *entries[0].shape), parts=parts, sha256=sha256
-    )
+def copy_resident(
+    checkpoint: Checkpoint, resident: Resident, path: Path, progress: Callable[[int], None], *, zeros: bool = False
+) -> str:
+    """Write a resident tensor's parts one after the other, so that the whole can be mapped as it is bound.
+
+    Args:
+        checkpoint, resident, progress: as in `read_resident`.
+        path: of the copy.
+        zeros: write a hole of the right size and read nothing.
+
+    Raises:
+        CheckpointError: as `read_resident`.
+        OSError: the disk is full or not writable.
+    """
+    with DigestedWriter(path) as file:
+        if zeros:
+            file.skip(resident.num_bytes)
+            progress(resident.num_bytes)
+            return file.finish()
+        for block in _blocks(checkpoint, resident):
+            file.write(block)
+            progress(len(block))
+        return file.finish()
+
+
+def _blocks(checkpoint: Checkpoint, resident: Resident) -> Iterator[memoryview]:
+    for entry in resident.entries:
+        start = 0
+        for block in checkpoint.blocks(entry.name, BLOCK_BYTES):
+            if entry.dtype == "F8_E8M0":
+                check_scale_block(entry, start, block)
+            yield block
+            start += len(block)

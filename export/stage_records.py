@@ -1,71 +1,100 @@
-"""Finished stages of an export under way, those of the artefact it replaces, and the switch between the two."""
+"""What is finished of an export under way, what the artefact it replaces has, and the switch between the two."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from engram_trt.configs.artifact import MANIFEST_NAME, FileRecord, Manifest, ResidentRecord, StageRecord
 from engram_trt.configs.errors import ArtifactError, UserError
 from engram_trt.configs.tensors import StageSpec
 from engram_trt.export.atomic_folder import sync_folder
-from engram_trt.export.onnx_export import write_atomically
+from engram_trt.export.onnx_export import StageFiles, write_atomically
+from engram_trt.export.residents import RESIDENTS_FOLDER
 from engram_trt.runtime.stage_runners.tensorrt_manifest import ENGINES_FOLDER
+
+STAGES_FOLDER = "stages"
 
 
 class StageStore:
-    """Knows which stages are done.
+    """Knows which stages and which resident tensors are done.
 
-    A stage counts as done once its record is written, which happens after its files are on the disk. A record
-    names the digest of what the stage was made from; another digest means: make it again.
+    A thing counts as done once its record is written, which happens after its files are on the disk. A record
+    names the digest of what the thing was made from; another digest means: make it again.
 
     Args:
-        folder: of the stage files, inside `work`.
         work: folder that will become the artefact.
         out: where the artefact will be; may hold an older one.
     """
 
-    def __init__(self, folder: Path, work: Path, out: Path) -> None:
-        self.folder, self.work, self.out = folder, work, out
-        self._old = self._read_old()
-
-    @property
-    def known_residents(self) -> dict[str, ResidentRecord]:
-        """Resident weights whose digest an older artefact of the same checkpoint knows, by key."""
-        return {} if self._old is None else {record.key: record for record in self._old.residents}
+    def __init__(self, work: Path, out: Path) -> None:
+        self.work, self.out = work, out
+        self.stages, self.residents = work / STAGES_FOLDER, work / RESIDENTS_FOLDER
+        self.old = _read_old(out)
 
     def find(self, name: str, inputs_digest: str) -> StageRecord | None:
         """The stage, if it is done: in the work folder, or in the older artefact, from where it is taken over."""
-        path = self._record_path(name)
-        if path.is_file():
-            record = self._read_record(path)
-            if record is not None and record.inputs_digest == inputs_digest:
-                return record
-        return self._take_over(name, inputs_digest)
+        document = _read_json(self.stages / record_name(name))
+        if document is not None:
+            try:
+                record = StageRecord.from_json(document)
+                if record.inputs_digest == inputs_digest and self._has(record.onnx, record.data):
+                    return record
+            except (ValueError, KeyError, TypeError, AttributeError):
+                pass
+        for record in () if self.old is None else self.old.stages:
+            if record.spec.name == name and record.inputs_digest == inputs_digest:
+                return self._take_over(record, self.stages / record_name(name), record.onnx, record.data)
+        return None
 
-    def add(self, spec: StageSpec, inputs_digest: str, onnx_path: Path, data_path: Path) -> StageRecord:
+    def add(self, spec: StageSpec, inputs_digest: str, files: StageFiles) -> StageRecord:
         """Record a stage whose files are written and synced."""
         record = StageRecord(
             spec=spec,
-            onnx=FileRecord.of(self.work, onnx_path),
-            data=FileRecord.of(self.work, data_path),
+            onnx=FileRecord.of(self.work, files.onnx, files.onnx_sha256),
+            data=FileRecord.of(self.work, files.data, files.data_sha256),
             inputs_digest=inputs_digest,
         )
-        self._write_record(record)
+        self._write(self.stages / record_name(spec.name), record.to_json())
         return record
+
+    def find_resident(self, key: str, source: str | None, *, copied: bool) -> ResidentRecord | None:
+        """The record of a resident tensor read from shards in this state; with its copy, if there is to be one."""
+        document = _read_json(self.residents / record_name(key))
+        known = [] if document is None else [document]
+        known += [] if self.old is None else [record.to_json() for record in self.old.residents if record.key == key]
+        for number, item in enumerate(known):
+            try:
+                record = ResidentRecord.from_json(item)
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue
+            if source is None or record.source != source or (record.copy is not None) != copied:
+                continue
+            if record.copy is None or self._has(record.copy):
+                return record
+            if number == len(known) - 1 and self.old is not None:
+                return self._take_over(record, self.residents / record_name(key), record.copy)
+        return None
+
+    def add_resident(self, record: ResidentRecord) -> None:
+        """Record a resident tensor that was read, and whose copy, if any, is written and synced."""
+        self._write(self.residents / record_name(record.key), record.to_json())
 
     def publish(self, manifest: Manifest) -> None:
         """Write the manifest, last of all files, and put the folder in the place of an older one."""
-        wanted = {Path(record.onnx.path).name for record in manifest.stages}
-        wanted |= {Path(record.data.path).name for record in manifest.stages}
-        for path in self.folder.iterdir():
-            if path.name not in wanted:
-                path.unlink()
-        text = json.dumps(manifest.to_json(), indent=1)
-        write_atomically(self.work / MANIFEST_NAME, text.encode())
-        sync_folder(self.folder)
+        wanted = {record.path for record in manifest.all_files()}
+        records = {record_name(record.spec.name) for record in manifest.stages}
+        records |= {record_name(record.key) for record in manifest.residents}
+        for folder in (self.stages, self.residents):
+            for path in folder.iterdir():
+                if path.relative_to(self.work).as_posix() not in wanted and path.name not in records:
+                    path.unlink()
+            sync_folder(folder)
+        write_atomically(self.work / MANIFEST_NAME, manifest_text(manifest))
         sync_folder(self.work)
         out = Path(os.path.abspath(self.out))
         aside = self.work.with_name(f".{out.name}.replaced")
@@ -80,50 +109,62 @@ class StageStore:
         sync_folder(out.parent)
         shutil.rmtree(aside, ignore_errors=True)
 
-    def _record_path(self, name: str) -> Path:
-        return self.folder / f"{name}.record.json"
-
-    def _write_record(self, record: StageRecord) -> None:
-        document = {
-            "spec": record.spec.to_json(),
-            "inputs_digest": record.inputs_digest,
-            "files": [[item.path, item.num_bytes, item.sha256] for item in (record.onnx, record.data)],
-        }
-        sync_folder(self.folder)
-        write_atomically(self._record_path(record.spec.name), json.dumps(document).encode())
-
-    def _read_record(self, path: Path) -> StageRecord | None:
-        """A record whose files are there; None for anything else, which is then made again."""
+    def _has(self, *files: FileRecord) -> bool:
         try:
-            document = json.loads(path.read_bytes())
-            files = [FileRecord(path=item[0], num_bytes=item[1], sha256=item[2]) for item in document["files"]]
             for item in files:
                 item.locate(self.work)
-            return StageRecord(
-                spec=StageSpec.from_json(document["spec"]),
-                onnx=files[0],
-                data=files[1],
-                inputs_digest=document["inputs_digest"],
-            )
-        except (OSError, ValueError, KeyError, IndexError, TypeError, ArtifactError):
-            return None
+        except ArtifactError:
+            return False
+        return True
 
-    def _read_old(self) -> Manifest | None:
+    def _take_over(self, record: Any, record_path: Path, *files: FileRecord) -> Any:
+        """Copy files of the older artefact; None if they are damaged."""
         try:
-            return Manifest.read(self.out)
-        except UserError:
+            for item in files:
+                copy_durably(item.locate(self.out), self.work / item.path)
+        except ArtifactError:
             return None
+        self._write(record_path, record.to_json())
+        return record
 
-    def _take_over(self, name: str, inputs_digest: str) -> StageRecord | None:
-        records = () if self._old is None else self._old.stages
-        for record in records:
-            if record.spec.name != name or record.inputs_digest != inputs_digest:
-                continue
-            try:
-                for item in (record.onnx, record.data):
-                    shutil.copyfile(item.locate(self.out), self.work / item.path)
-            except ArtifactError:
-                return None
-            self._write_record(record)
-            return record
+    def _write(self, path: Path, document: Mapping[str, Any]) -> None:
+        sync_folder(path.parent)
+        write_atomically(path, record_text(document))
+
+
+def record_name(name: str) -> str:
+    """File name of the record of a stage or a resident tensor."""
+    return f"{name}.record.json"
+
+
+def record_text(document: Mapping[str, Any]) -> bytes:
+    """Content of a record."""
+    return json.dumps(document).encode()
+
+
+def manifest_text(manifest: Manifest) -> bytes:
+    """Content of `manifest.json`."""
+    return json.dumps(manifest.to_json(), indent=1).encode()
+
+
+def copy_durably(source: Path, target: Path) -> None:
+    """Copy a file and wait until it is on the disk."""
+    shutil.copyfile(source, target)
+    with target.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """A record; None for what is absent or no record, which is then made again."""
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def _read_old(out: Path) -> Manifest | None:
+    try:
+        return Manifest.read(out)
+    except UserError:
         return None

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 
-import numpy as np
-
-from engram_trt.configs.artifact import Manifest, ResidentRecord
+from engram_trt.configs.artifact import Manifest
 from engram_trt.configs.checkpoint import Checkpoint
 from engram_trt.configs.deployment import DeploymentConfig
 from engram_trt.configs.engram_placement import EngramPlacement
@@ -24,15 +22,14 @@ from engram_trt.runtime.engram_staging import ROWS, SCALES
 from engram_trt.runtime.engram_store import EngramStore
 from engram_trt.runtime.engram_tables import table_names
 from engram_trt.runtime.placement import PlacedStages, place, stage_cost
+from engram_trt.runtime.resident_weights import ResidentWeights
 from engram_trt.runtime.stage_runners.contract import Array, Backend
 from engram_trt.runtime.stage_runners.onnxruntime import OnnxRuntimeBackend
 from engram_trt.runtime.token_map import TokenMap
 from engram_trt.runtime.tokenizer import Tokenizer
+from engram_trt.runtime.verification import HEADERS, verify_files, verify_residents
 
 BACKEND_GROUP = "engram_trt.backends"
-
-VERIFIED_BYTES = 64 << 20
-"""Files up to this size are digested when an artefact is opened; of larger ones the size is compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,32 +40,32 @@ class Artifact:
         root: its folder.
         manifest: what it holds.
         config: its model.
-        checkpoint: holds experts and Engram tables.
+        opened_checkpoint: holds Engram tables, and experts that were not copied; None where it is gone and every
+            resident tensor has a copy.
+        residents: the weights to bind.
     """
 
     root: Path
     manifest: Manifest
     config: ModelConfig
-    checkpoint: Checkpoint
+    opened_checkpoint: Checkpoint | None
+    residents: ResidentWeights
 
     @classmethod
-    def open(cls, root: Path, checkpoint: Path | None = None) -> Artifact:
+    def open(cls, root: Path, checkpoint: Path | None = None, verify: str = HEADERS) -> Artifact:
         """Open and check an artefact.
 
         Args:
             root: its folder.
             checkpoint: where the checkpoint is now, if not where it was.
+            verify: how much is digested first, one of `verification.LEVELS`.
 
         Raises:
             ArtifactError: it is none, is incomplete, or was changed.
             CheckpointError: the checkpoint is missing or another one.
         """
         manifest = Manifest.read(root)
-        for record in manifest.files:
-            record.verify(root)
-        for stage in manifest.stages:
-            for record in (stage.onnx, stage.data):
-                (record.verify if record.num_bytes <= VERIFIED_BYTES else record.locate)(root)
+        verify_files(root, manifest, verify)
         config = ModelConfig.from_file(root / "config.json")
         if config.digest() != manifest.model_digest:
             raise ArtifactError(
@@ -77,7 +74,17 @@ class Artifact:
                 expected="the one the stages were exported for",
                 remedy="Export the checkpoint again.",
             )
-        return cls(root=root, manifest=manifest, config=config, checkpoint=_open_checkpoint(manifest, checkpoint))
+        opened = _open_checkpoint(manifest, checkpoint)
+        residents = ResidentWeights(root, manifest, opened)
+        verify_residents(residents, manifest, verify)
+        return cls(root=root, manifest=manifest, config=config, opened_checkpoint=opened, residents=residents)
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint; CheckpointError where it is gone and only copies are left."""
+        if self.opened_checkpoint is None:
+            raise _no_checkpoint(Path(self.manifest.checkpoint_path))
+        return self.opened_checkpoint
 
     @property
     def stages(self) -> tuple[StageSpec, ...]:
@@ -90,9 +97,7 @@ class Artifact:
 
     def resident(self, spec: StageSpec, binding: str) -> Array:
         """Weights of a resident input, int8: a table as it is mapped, experts stacked into one array."""
-        key = spec.input(binding).key
-        record = {item.key: item for item in self.manifest.residents}[key]
-        return resident_array(self.checkpoint, record)
+        return self.residents.array(spec.input(binding).key)
 
     def engine(
         self,
@@ -182,33 +187,6 @@ class Artifact:
             )
 
 
-def resident_array(checkpoint: Checkpoint, record: ResidentRecord) -> Array:
-    """The values of a resident tensor, int8 [record.shape]; mapped if it lies in one piece.
-
-    Raises:
-        CheckpointError: a part lies outside its shard.
-    """
-    shards = {entry.shard.name: entry.shard for entry in map(checkpoint.entry, checkpoint.names())}
-    pieces = []
-    for part in record.parts:
-        shard = shards.get(part.shard)
-        if shard is None or part.offset + part.num_bytes > shard.stat().st_size:
-            raise CheckpointError(
-                str(checkpoint.root / part.shard),
-                found=f"no bytes {part.offset}..{part.offset + part.num_bytes}",
-                expected=f"a part of {record.key}",
-                remedy="Give the checkpoint this artefact was exported from with --checkpoint.",
-            )
-        pieces.append(np.memmap(shard, dtype=np.int8, mode="r", offset=part.offset, shape=(part.num_bytes,)))
-    if len(pieces) == 1:
-        mapped: Array = pieces[0].reshape(record.shape)
-        return mapped
-    stacked = np.empty(record.shape, dtype=np.int8)
-    for target, piece in zip(stacked.reshape(len(pieces), -1), pieces, strict=True):
-        target[:] = piece
-    return stacked
-
-
 def open_backend(name: str, artifact: Artifact, device: str | None = None) -> Backend:
     """A back end by name, out of the installed ones; BackendError for another.
 
@@ -253,19 +231,13 @@ def require_cpu(backend: str, device: str | None) -> None:
         )
 
 
-def _open_checkpoint(manifest: Manifest, path: Path | None) -> Checkpoint:
+def _open_checkpoint(manifest: Manifest, path: Path | None) -> Checkpoint | None:
     place = Path(manifest.checkpoint_path) if path is None else path
-    try:
-        checkpoint = Checkpoint.open(place)
-    except CheckpointError as error:
-        if path is not None or place.is_dir():
-            raise
-        raise CheckpointError(
-            str(place),
-            found="no checkpoint",
-            expected="the one this artefact was exported from",
-            remedy="Say where it is with --checkpoint DIR.",
-        ) from error
+    if path is None and not place.is_dir():
+        if all(record.copy is not None for record in manifest.residents):
+            return None
+        raise _no_checkpoint(place)
+    checkpoint = Checkpoint.open(place, layers=manifest.layers)
     if checkpoint.header_digest != manifest.checkpoint_digest:
         raise CheckpointError(
             str(place),
@@ -274,3 +246,12 @@ def _open_checkpoint(manifest: Manifest, path: Path | None) -> Checkpoint:
             remedy="Say where that is with --checkpoint DIR, or export this one.",
         )
     return checkpoint
+
+
+def _no_checkpoint(place: Path) -> CheckpointError:
+    return CheckpointError(
+        str(place),
+        found="no checkpoint",
+        expected="the one this artefact was exported from",
+        remedy="Say where it is with --checkpoint DIR.",
+    )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from engram_trt.configs.deployment import DeploymentConfig
 from engram_trt.configs.limits import symbol_limits
 from engram_trt.configs.model import ModelConfig
-from engram_trt.configs.tensors import StageSpec
+from engram_trt.configs.tensors import ITEM_BYTES, StageSpec
 from engram_trt.runtime.device_threads import DeviceThread, core_of
+from engram_trt.runtime.engram_staging import ROWS, SCALES
 from engram_trt.runtime.engram_store import EngramStore
 from engram_trt.runtime.placement import PlacedStages
 from engram_trt.runtime.stage_runners.contract import Backend, StageRunner
@@ -18,6 +21,21 @@ from engram_trt.runtime.timeline import Timeline
 
 if TYPE_CHECKING:
     from engram_trt.runtime.execution import SessionChain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageReady:
+    """Loading of one stage.
+
+    Attributes:
+        stage: its name.
+        seconds: until it could be bound, its experts included.
+        resident_bytes: experts bound; mapped ones are read when they are first chosen.
+    """
+
+    stage: str
+    seconds: float
+    resident_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +47,14 @@ class EnginePart:
         backend: runs the stages; several devices of a host may share one.
         runners: one per stage, in order.
         thread: where they run, for a device that has a thread of its own.
+        ready: how long each stage took to load.
     """
 
     device: str
     backend: Backend
     runners: tuple[StageRunner, ...] = field(repr=False)
     thread: DeviceThread | None = None
+    ready: tuple[StageReady, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +90,8 @@ class Engine:
     ) -> Engine:
         """Open every stage with a back end."""
         placed = (PlacedStages(device=deployment.devices[0], stages=tuple(stages)),)
-        parts = (EnginePart(device=placed[0].device, backend=backend, runners=_load(backend, placed[0])),)
+        runners, ready = _load(backend, placed[0])
+        parts = (EnginePart(device=placed[0].device, backend=backend, runners=runners, ready=ready),)
         return cls(config=config, deployment=deployment, stages=tuple(stages), parts=parts, engram_store=engram_store)
 
     @classmethod
@@ -96,9 +117,9 @@ class Engine:
         parts = []
         for range_ in placed:
             backend = backends[range_.device]
-            runners = _load(backend, range_)
+            runners, ready = _load(backend, range_)
             thread = threads.get(range_.device)
-            parts.append(EnginePart(device=range_.device, backend=backend, runners=runners, thread=thread))
+            parts.append(EnginePart(device=range_.device, backend=backend, runners=runners, thread=thread, ready=ready))
         stages = tuple(stage for range_ in placed for stage in range_.stages)
         return cls(config=config, deployment=deployment, stages=stages, parts=tuple(parts), engram_store=engram_store)
 
@@ -111,6 +132,11 @@ class Engine:
     def runners(self) -> tuple[StageRunner, ...]:
         """All stages of this process."""
         return tuple(runner for part in self.parts for runner in part.runners)
+
+    @property
+    def ready(self) -> tuple[StageReady, ...]:
+        """Loading time and bound experts of every stage of this process."""
+        return tuple(stage for part in self.parts for stage in part.ready)
 
     @property
     def symbol_limits(self) -> Mapping[str, int]:
@@ -130,5 +156,14 @@ class Engine:
             self.engram_store.close()
 
 
-def _load(backend: Backend, placed: PlacedStages) -> tuple[StageRunner, ...]:
-    return tuple(backend.load(spec) for spec in placed.stages)
+def _load(backend: Backend, placed: PlacedStages) -> tuple[tuple[StageRunner, ...], tuple[StageReady, ...]]:
+    """Open stages and bind their experts, so that the first step waits for neither."""
+    runners, ready = [], []
+    for spec in placed.stages:
+        started = perf_counter()
+        runners.append(backend.load(spec))
+        experts = [t for t in spec.inputs if t.role == "resident" and t.tensor not in (ROWS, SCALES)]
+        sizes = [math.prod(backend.resident(spec, t.name).shape) * ITEM_BYTES[t.dtype] for t in experts]
+        seconds = perf_counter() - started
+        ready.append(StageReady(stage=spec.name, seconds=seconds, resident_bytes=sum(sizes)))
+    return tuple(runners), tuple(ready)

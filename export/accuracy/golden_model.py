@@ -150,7 +150,7 @@ class GoldenModel:
         self, specs: Sequence[StageSpec], exporter: StageExporter, folder: Path, progress: Callable[[str], None]
     ) -> OnnxRuntimeBackend:
         trace_kinds(exporter, specs, lambda kind: progress(f"{self.name} {self.mode}: traced {kind}"), max_workers=1)
-        files = {spec.name: exporter.export(spec, folder)[0] for spec in specs}
+        files = {spec.name: exporter.write(spec, folder).onnx for spec in specs}
 
         def residents(spec: StageSpec, binding: str) -> npt.NDArray[np.generic]:
             values = resident_tensor(self.source, spec.input(binding), torch.float32)

@@ -17,9 +17,11 @@ from engram_trt.configs.artifact import MANIFEST_NAME, Manifest
 from engram_trt.configs.deployment import DeploymentConfig
 from engram_trt.configs.errors import ArtifactError, RequestError
 from engram_trt.configs.limits import Limits
-from engram_trt.export import pipeline
+from engram_trt.export import work_folder as work_folder_module
 from engram_trt.export.graph_store import GraphStore
+from engram_trt.export.onnx_export import StageExporter
 from engram_trt.export.pipeline import ExportRequest, Progress, export_checkpoint
+from engram_trt.export.work_folder import work_folder
 
 STAGES = ("engram_hash", "head")
 """Two stages that trace in seconds."""
@@ -27,17 +29,17 @@ STAGES = ("engram_hash", "head")
 
 KILLED_AT_HEAD = """
 import os, signal, sys
-from engram_trt.export import pipeline
+from engram_trt.export.onnx_export import StageExporter
 from engram_trt.runtime.cli import main
 
-real = pipeline.StageExporter.export
+real = StageExporter.write
 
 def export(self, spec, *args, **options):
     if spec.name == "head":
         os.kill(os.getpid(), signal.SIGKILL)
     return real(self, spec, *args, **options)
 
-pipeline.StageExporter.export = export
+StageExporter.write = export
 main(["export", sys.argv[1], "--out", sys.argv[2], "--stages", sys.argv[3], "--no-weights"])
 """
 """The command, killed when the first stage is done and the second begins."""
@@ -120,14 +122,14 @@ def test_a_full_disk_loses_nothing(
     exported: Path, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "artefact"
-    real = pipeline.StageExporter.export
+    real = StageExporter.write
 
     def full(self: object, spec: object, *args: object, **options: object) -> object:
         if spec.name == "head":  # type: ignore[attr-defined]
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(self, spec, *args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(pipeline.StageExporter, "export", full)
+    monkeypatch.setattr(StageExporter, "write", full)
     with pytest.raises(ArtifactError, match=r"No space left.*run the same command again"):
         export(request(tiny_checkpoint, out))
     assert not out.exists()
@@ -139,8 +141,10 @@ def test_a_full_disk_loses_nothing(
 def test_too_little_room_is_said_before_the_first_byte(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline.shutil, "disk_usage", lambda path: _Usage())
-    with pytest.raises(ArtifactError, match=r"found 1,000 bytes free; expected [0-9,]+ for the stages' weights"):
+    monkeypatch.setattr(work_folder_module.shutil, "disk_usage", lambda path: _Usage())
+    with pytest.raises(
+        ArtifactError, match=r"found 1,000 bytes free; expected [0-9,]+ for what is still to be written"
+    ):
         export(request(tiny_checkpoint, tmp_path / "artefact"))
 
 
@@ -151,7 +155,7 @@ class _Usage:
 def test_one_export_at_a_time(tiny_checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "artefact"
     with (
-        pipeline._work_folder(out),
+        work_folder(out),
         pytest.raises(ArtifactError, match="another export at work"),
     ):
         export(request(tiny_checkpoint, out))

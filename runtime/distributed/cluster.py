@@ -94,7 +94,7 @@ class Cluster:
             timeout=timedelta(seconds=WAIT_SECONDS),
         )
         following = (rank.number + 1) % rank.world_size
-        return TorchTransport(self._torch, following, (rank.number - 1) % rank.world_size)
+        return TorchTransport(self._torch, following, (rank.number - 1) % rank.world_size, self.watch)
 
     # --- the end ------------------------------------------------------------------------------------------
 
@@ -163,17 +163,24 @@ class TorchTransport(Transport):
     Args:
         module: torch.
         following, before: ranks.
+        watch: knows why a connection broke.
     """
 
-    def __init__(self, module: Any, following: int, before: int) -> None:
-        self._torch, self._following, self._before = module, following, before
+    def __init__(self, module: Any, following: int, before: int, watch: Watch) -> None:
+        self._torch, self._following, self._before, self._watch = module, following, before, watch
 
     def send(self, header: Integers, payload: Bytes) -> Callable[[], None]:
-        works = [self._isend(array) for array in (header, payload) if array.size]
+        try:
+            works = [self._isend(array) for array in (header, payload) if array.size]
+        except RuntimeError as error:
+            self._watch.raise_broken(error)
 
         def wait() -> None:
-            for work in works:
-                work.wait()
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                self._watch.raise_broken(error)
 
         return wait
 
@@ -218,6 +225,8 @@ def _flush() -> None:
 
 
 def _import_torch() -> Any:
+    # The library would print stacks of its own about every connection that a lost rank leaves.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         import torch
         import torch.distributed

@@ -140,7 +140,7 @@ def _suspecting(cluster: Cluster) -> Callable[[Exception], None]:
         if isinstance(error, UserError):
             cluster.watch.tell("failed", str(error))
         else:
-            cluster.watch.suspect(f"a broken connection ({str(error).splitlines()[0][:120]})")
+            cluster.watch.suspect(error)
 
     return failed
 

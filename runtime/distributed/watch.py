@@ -14,8 +14,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from engram_trt.configs.errors import PeerError
 
@@ -56,7 +57,8 @@ class Watch:
         self._store, self._leave = store, leave
         self._others = [other for other in range(world_size) if other != rank]
         self._hooks: list[Callable[[PeerError], None]] = []
-        self._is_left, self._is_over = threading.Event(), threading.Event()
+        self._is_left, self._is_over, self._is_failed = threading.Event(), threading.Event(), threading.Event()
+        self._last_beat = time.monotonic()
         self._terminated_at: float | None = None
         self._suspected: tuple[float, str] | None = None
         self._processes: dict[int, int] = {}
@@ -75,6 +77,7 @@ class Watch:
             self._places[other] = f"process {process} on {host}"
             if host == socket.gethostname() and started is not None and _start_time(process) == started:
                 self._processes[os.pidfd_open(process)] = other
+        self._last_beat = time.monotonic()
         self._thread.start()
 
     def on_failure(self, hook: Callable[[PeerError], None]) -> None:
@@ -92,12 +95,19 @@ class Watch:
 
     def tell(self, kind: str, text: str) -> None:
         """Let all other ranks stop because of this one; the first word counts."""
-        self._write_verdict(kind, self.rank, text)
+        with suppress(RuntimeError):  # without a store the others stop by themselves
+            self._write_verdict(kind, self.rank, text)
 
-    def suspect(self, text: str) -> None:
+    def suspect(self, error: Exception) -> None:
         """A connection broke: whose fault it is will be known in a moment, or it is the neighbour's."""
         with self._lock:
-            self._suspected = self._suspected or (time.monotonic(), text)
+            self._suspected = self._suspected or (time.monotonic(), f"a broken connection ({_first_line(error)})")
+
+    def raise_broken(self, error: Exception) -> NoReturn:
+        """As `suspect`, for a thread that has nothing to do until then: raises what is found out."""
+        self.suspect(error)
+        self._is_failed.wait(LOADING_LIMIT_SECONDS)
+        raise self.failure or error
 
     def terminate(self) -> None:
         """The launcher told this process to stop, likely because another one died: find out which."""
@@ -111,35 +121,54 @@ class Watch:
         """This rank is done; its silence means nothing from now on."""
         self._is_over.set()
         self._thread.join()
-        self._store.set(f"beat/{self.rank}", DONE)
+        with suppress(RuntimeError):  # rank 0, who has the store, may be gone already
+            self._store.set(f"beat/{self.rank}", DONE)
 
     def all_finished(self) -> bool:
         """Whether every other rank is done or gone."""
-        values = self._store.multi_get([f"beat/{other}" for other in self._others])
+        try:
+            values = self._store.multi_get([f"beat/{other}" for other in self._others])
+        except RuntimeError:
+            return True
         ended = {rank for descriptor, rank in self._processes.items() if _has_ended(descriptor)}
         return all(value == DONE.encode() or other in ended for other, value in zip(self._others, values, strict=True))
 
     # --- the thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._listen()
+        except Exception as error:  # noqa: BLE001 - a watch that ends in silence would let the others hang
+            self._judge_alone(error)
+
+    def _judge_alone(self, error: Exception) -> None:
+        """Without a store there is nobody to ask. It is in the launcher or in rank 0, which has ended or soon will."""
+        pause = time.monotonic() - self._last_beat
+        if pause > self.limit_seconds:
+            self._fail("lost", self.rank, f"a process that did not run for {pause:.1f} s")
+            return
+        until = time.monotonic() + BEAT_SECONDS
+        ended: list[int] = []
+        while not ended and time.monotonic() < until:
+            ended = [rank for descriptor, rank in self._processes.items() if _has_ended(descriptor)]
+            time.sleep(BEAT_SECONDS / 10)
+        if ended:
+            self._fail("lost", min(ended), "an ended process")
+        else:
+            self._fail("lost", None, f"no store any more ({_first_line(error)})")
+
+    def _listen(self) -> None:
         seen = dict.fromkeys(self._others, (b"", time.monotonic()))
-        beats, last = 0, time.monotonic()
+        beats = 0
         poll = select.poll()
         for descriptor in self._processes:
             poll.register(descriptor, select.POLLIN)
         while not self._is_over.is_set():
             beats += 1
-            try:
-                self._store.set(f"beat/{self.rank}", str(beats))
-                values = self._store.multi_get([*(f"beat/{other}" for other in self._others), "verdict"])
-            except (RuntimeError, ValueError) as error:
-                # Rank 0 has the store, unless the launcher has.
-                ended = [rank for descriptor, rank in self._processes.items() if _has_ended(descriptor)]
-                text = "its process has ended" if ended else f"no store any more ({str(error).splitlines()[0][:120]})"
-                self._fail("lost", ended[0] if ended else None, text)
-                return
+            self._store.set(f"beat/{self.rank}", str(beats))
+            values = self._store.multi_get([*(f"beat/{other}" for other in self._others), "verdict"])
             now = time.monotonic()
-            pause, last = now - last, now
+            pause, self._last_beat = now - self._last_beat, now
             for other, value in zip(self._others, values, strict=False):
                 if value != seen[other][0]:
                     seen[other] = (value, now)
@@ -160,7 +189,7 @@ class Watch:
     def _judge(self, seen: dict[int, tuple[bytes, float]], now: float, pause: float) -> None:
         limit = self.limit_seconds
         if pause > limit:
-            self._write_verdict("lost", self.rank, f"did not run for {pause:.1f} s")
+            self._write_verdict("lost", self.rank, f"a process that did not run for {pause:.1f} s")
             return
         stale = [(since, other) for other, (value, since) in seen.items() if value != DONE.encode()]
         oldest, other = min(stale, default=(now, -1))
@@ -169,31 +198,34 @@ class Watch:
         elif self._suspected is not None and now - self._suspected[0] > 2 * BEAT_SECONDS:
             self._write_verdict("lost", (self.rank - 1) % self.world_size, self._suspected[1])
         elif self._terminated_at is not None and now - self._terminated_at > LIMIT_SECONDS:
-            self._write_verdict("terminated", self.rank, "told to stop (SIGTERM)")
+            self._write_verdict("terminated", self.rank, "a request to stop (SIGTERM)")
 
     def _judge_ended(self, gone: Sequence[int]) -> None:
         values = self._store.multi_get([f"beat/{other}" for other in gone])
         for other, value in zip(gone, values, strict=True):
             if value != DONE.encode():
-                self._write_verdict("lost", other, "its process has ended")
+                self._write_verdict("lost", other, "an ended process")
 
     def _write_verdict(self, kind: str, rank: int, text: str) -> None:
         self._store.compare_set("verdict", NONE, json.dumps([kind, rank, text]))
 
     def _fail(self, kind: str, rank: int | None, text: str) -> None:
-        culprit = "the launcher" if rank is None else f"rank {rank} of {self.world_size}"
-        if rank is not None and rank != self.rank:
-            culprit += f" ({self._places[rank]})"
+        where = f"rank {self.rank} of {self.world_size}"
+        if rank is None:
+            where += ": the launcher"
+        elif rank != self.rank:
+            where += f": rank {rank} ({self._places[rank]})"
         failure = PeerError(
-            f"rank {self.rank}: {culprit}",
+            where,
             kind=kind,
             found=text,
-            expected="a rank that answers",
-            remedy="Nothing of the step under way was kept. All ranks stop: start them all again.",
+            expected="all ranks at work",
+            remedy="Nothing of the step under way was kept, and all ranks stop: start them all again.",
         )
         with self._lock:
             self.failure = failure
             hooks = list(self._hooks)
+        self._is_failed.set()
         for hook in hooks:
             hook(failure)
         if not self._is_left.wait(GRACE_SECONDS):
@@ -206,6 +238,10 @@ def _start_time(process: int) -> str | None:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:120]
 
 
 def _has_ended(descriptor: int) -> bool:

@@ -1,4 +1,4 @@
-"""`engram-trt compare`."""
+"""`engram-trt compare`: an artefact's back ends against each other, or everything against golden vectors."""
 
 from __future__ import annotations
 
@@ -8,65 +8,148 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from engram_trt.configs.errors import BackendError, RequestError
 from engram_trt.runtime.cli import Command
 
-_BACKENDS = ("torch", "onnxruntime")
+_GOLDEN_BACKENDS = ("torch", "onnxruntime")
+_LEVELS = ("op", "stage", "chain", "tokens")
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--golden", metavar="DIR", type=Path, required=True, help="a folder of golden vectors")
+    parser.add_argument("artifact", metavar="ARTIFACT", type=Path, nargs="?", help="folder of an export")
+    parser.add_argument("--golden", metavar="DIR", type=Path, help="compare with a folder of golden vectors instead")
+    parser.add_argument("--checkpoint", metavar="DIR", type=Path, help="where the artefact's checkpoint is now")
+    parser.add_argument("--level", choices=_LEVELS, default="chain", help="how closely to look (%(default)s)")
+    parser.add_argument("--backends", metavar="NAMES", help="what to compare, separated by commas (onnxruntime)")
+    parser.add_argument("--reference", metavar="NAME", default="torch", help="what to compare with (%(default)s)")
+    parser.add_argument("--stages", metavar="NAMES", default="", help="stages to report, separated by commas (all)")
+    parser.add_argument("--prompts", metavar="FILE", type=Path, help="UTF-8 text, a blank line behind each prompt")
+    parser.add_argument("--num-prompts", metavar="N", type=int, default=64, help="of the default set (%(default)s)")
+    parser.add_argument("--num-decode", metavar="N", type=int, default=32, help="tokens fed singly (%(default)s)")
     parser.add_argument(
-        "--backends", metavar="NAMES", default=",".join(_BACKENDS), help=f"some of {','.join(_BACKENDS)} (all of them)"
+        "--mode",
+        choices=("teacher-forced", "free"),
+        default="teacher-forced",
+        help="both sides get the text's tokens, or each its own choice (%(default)s)",
     )
-    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the outcome with plain numbers")
+    parser.add_argument("--bisect", action="store_true", help="go down from the first divergent stage to the op")
+    parser.add_argument("--keep-going", action="store_true", help="do not stop at the first difference")
+    parser.add_argument("--tolerances", metavar="FILE", type=Path, help="limits of a calibration (the artefact's own)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the outcome as JSON")
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    backends = _backends(arguments.backends)
-    _require_folder_of(arguments.json)
+    if (arguments.artifact is None) == (arguments.golden is None):
+        raise RequestError(
+            "compare",
+            found="an artefact and --golden" if arguments.artifact else "neither an artefact nor --golden",
+            expected="one of them",
+            remedy="See `engram-trt compare --help`.",
+        )
+    for option in ("json",):
+        _require_folder_of(option, getattr(arguments, option))
+    return _golden(arguments) if arguments.artifact is None else _artifact(arguments)
+
+
+def _artifact(arguments: argparse.Namespace) -> int:
+    _require_packages("torch", "onnx", "polygraphy")
+    from rich.console import Console
+
+    from engram_trt.export.accuracy.divergence.comparison import CompareRequest, Comparison
+    from engram_trt.export.accuracy.divergence.table import WIDTH, print_report
+    from engram_trt.runtime.artifact import Artifact
+
+    request = CompareRequest(
+        artifact=Artifact.open(arguments.artifact, arguments.checkpoint),
+        backends=_names("--backends", arguments.backends or "onnxruntime"),
+        reference=arguments.reference,
+        level=arguments.level,
+        stages=_names("--stages", arguments.stages) if arguments.stages else (),
+        prompts=arguments.prompts,
+        num_prompts=_positive("--num-prompts", arguments.num_prompts),
+        num_decode=_positive("--num-decode", arguments.num_decode),
+        free=arguments.mode == "free",
+        bisect=arguments.bisect,
+        keep_going=arguments.keep_going,
+        tolerances=arguments.tolerances,
+    )
+    with _progress() as progress:
+        report = Comparison(request, progress).run()
+    print_report(report, Console(width=WIDTH, highlight=False))
+    _write_json(arguments.json, report.as_json())
+    return report.exit_code
+
+
+def _golden(arguments: argparse.Namespace) -> int:
+    backends = _golden_backends(arguments.backends or ",".join(_GOLDEN_BACKENDS))
     from rich.console import Console
 
     from engram_trt.export.accuracy.golden_compare import compare_folder
-    from engram_trt.export.accuracy.golden_folder import dump_json
     from engram_trt.export.accuracy.golden_report import WIDTH
 
     with _progress() as progress:
         report = compare_folder(arguments.golden, backends, progress)
     report.print_to(Console(width=WIDTH, highlight=False))
-    if arguments.json is not None:
-        dump_json(report.as_json(), arguments.json)
+    _write_json(arguments.json, report.as_json())
     return report.exit_code
 
 
-def _backends(text: str) -> tuple[str, ...]:
+def _write_json(path: Path | None, document: dict[str, Any]) -> None:
+    if path is not None:
+        from engram_trt.export.accuracy.golden_folder import dump_json
+
+        dump_json(document, path)
+
+
+def _golden_backends(text: str) -> tuple[str, ...]:
     """Names separated by commas, each once; RequestError for one that is none, BackendError if not installed."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    unknown = [name for name in names if name not in _BACKENDS]
+    unknown = [name for name in names if name not in _GOLDEN_BACKENDS]
     if unknown or not names:
         raise RequestError(
             "--backends",
             found=repr(text),
-            expected=f"some of {', '.join(_BACKENDS)}, separated by commas",
+            expected=f"some of {', '.join(_GOLDEN_BACKENDS)}, separated by commas",
             remedy="Name a back end of the list.",
         )
-    missing = [name for name in dict.fromkeys(("torch", *names)) if importlib.util.find_spec(name) is None]
+    _require_packages("torch", *names)
+    return names
+
+
+def _names(option: str, text: str) -> tuple[str, ...]:
+    """Names separated by commas, each once."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise RequestError(
+            option, found=repr(text), expected="names separated by commas", remedy="Leave it out for the default."
+        )
+    return names
+
+
+def _positive(option: str, value: int) -> int:
+    if value < 1:
+        raise RequestError(option, found=str(value), expected="at least 1", remedy="Leave it out for the default.")
+    return value
+
+
+def _require_packages(*names: str) -> None:
+    missing = [name for name in dict.fromkeys(names) if importlib.util.find_spec(name) is None]
     if missing:
         raise BackendError(
             f"package {missing[0]}",
             found="not installed",
             expected="what the comparison computes with",
-            remedy="Install the extras `export` and `onnxruntime` of this package.",
+            remedy="Install the extras `export`, `onnxruntime` and `compare` of this package.",
         )
-    return names
 
 
-def _require_folder_of(path: Path | None) -> None:
+def _require_folder_of(option: str, path: Path | None) -> None:
     """RequestError before minutes of work, if the report could not be written afterwards."""
     if path is not None and not path.parent.is_dir():
         raise RequestError(
-            "--json",
+            f"--{option}",
             found=f"{path}, in a folder that does not exist",
             expected="a file in an existing folder",
             remedy="Create the folder first.",
@@ -89,16 +172,18 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 COMMAND = Command(
-    summary="compare with golden vectors",
+    summary="find where two back ends first compute something else",
     description=(
-        "Walk a folder of golden vectors (hash/, ops/, model/<name>/), compute what it holds through the torch\n"
-        "modules and through ONNX Runtime, and print a table of errors against tolerances, and of what was not\n"
-        "compared and why. Every size and schedule is taken from the folder.\n"
-        "Exit code 1: something differs, or a tensor file was neither compared nor listed."
+        "Run an artefact's stages side by side with the eager modules, on real text, and compare every output and\n"
+        "every cache after each stage: the first one out of its limit is named, with the worst places, and whether\n"
+        "the stage itself or its inputs are the cause. With --golden, walk a folder of golden vectors instead.\n"
+        "Exit code 0: they agree; 1: something differs; 2: a wrong call."
     ),
     examples="""
-    engram-trt compare --golden golden
-    engram-trt compare --golden golden --backends torch --json outcome.json
+    engram-trt compare artefact
+    engram-trt compare artefact --bisect --json outcome.json
+    engram-trt compare artefact --level tokens --mode free --prompts prompts.txt
+    engram-trt compare --golden golden --backends torch
     """,
     configure=_configure,
     run=_run,

@@ -1,0 +1,1 @@
+"""Where two back ends first compute something else: `engram-trt compare ARTIFACT`."""

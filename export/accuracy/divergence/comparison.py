@@ -1,0 +1,166 @@
+"""`engram-trt compare ARTIFACT`: check the call, open both sides, compare, gather one report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from engram_trt.configs.errors import RequestError
+from engram_trt.export.accuracy.divergence.bisect import bisect_stage
+from engram_trt.export.accuracy.divergence.chains import Schedule, compare_chains
+from engram_trt.export.accuracy.divergence.findings import Outcome
+from engram_trt.export.accuracy.divergence.lockstep import Divergence, Lockstep
+from engram_trt.export.accuracy.divergence.op_level import compare_ops
+from engram_trt.export.accuracy.divergence.prompts import PromptSet, default_prompts, prompts_from_file
+from engram_trt.export.accuracy.divergence.report import ComparisonReport
+from engram_trt.export.accuracy.divergence.ties import Explainer
+from engram_trt.export.accuracy.divergence.tokens import chain_logits, compare_tokens
+from engram_trt.export.accuracy.divergence.tolerances import artifact_digest, read_limits
+from engram_trt.runtime.artifact import Artifact
+from engram_trt.runtime.engine import Engine
+
+Level = Literal["op", "stage", "chain", "tokens"]
+LEVELS: tuple[Level, ...] = ("op", "stage", "chain", "tokens")
+TORCH = "torch"
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareRequest:
+    """What to compare.
+
+    Args:
+        artifact: an exported model.
+        backends: candidates.
+        reference: the back end they are held against.
+        level: see `LEVELS`.
+        stages: names of the stages to report; empty for all.
+        prompts: a text file; None for the default set.
+        num_prompts: of the default set.
+        num_decode: tokens fed one by one behind each prompt.
+        free: the tokens behind a prompt are generated instead of given.
+        bisect: go down from the first divergent stage to the op.
+        keep_going: do not stop at the first difference.
+        tolerances: a file of a calibration; the artefact's own by default.
+    """
+
+    artifact: Artifact
+    backends: tuple[str, ...] = ("onnxruntime",)
+    reference: str = TORCH
+    level: Level = "chain"
+    stages: tuple[str, ...] = ()
+    prompts: Path | None = None
+    num_prompts: int = 64
+    num_decode: int = 32
+    free: bool = False
+    bisect: bool = False
+    keep_going: bool = False
+    tolerances: Path | None = None
+
+
+class Comparison:
+    """One run of the verb.
+
+    Args:
+        request: what to compare.
+        progress: told (text, done, total).
+
+    Raises:
+        RequestError: a stage that the artefact lacks, or a prompt that does not fit.
+        ArtifactError, BackendError, CheckpointError: a side that cannot be opened.
+    """
+
+    def __init__(self, request: CompareRequest, progress: Progress) -> None:
+        self.request, self.artifact, self.progress = request, request.artifact, progress
+        _require_stages(request)
+        self.limits = read_limits(self.artifact, request.tolerances)
+        self.prompts = self._prompts()
+
+    def run(self) -> ComparisonReport:
+        """Open the sides, compare every back end, close them."""
+        with ExitStack() as stack:
+            reference = stack.enter_context(self.artifact.engine(self.request.reference))
+            eager = reference
+            if self.request.reference != TORCH:
+                eager = stack.enter_context(self.artifact.engine(TORCH))
+            outcomes = []
+            for name in self.request.backends:
+                with self.artifact.engine(name) as candidate:
+                    outcomes.append(self.compare(name, reference, candidate, eager))
+        return self.report(outcomes)
+
+    def report(self, outcomes: Sequence[Outcome]) -> ComparisonReport:
+        """One report of all back ends."""
+        return ComparisonReport(
+            artifact=str(self.artifact.root),
+            digest=artifact_digest(self.artifact),
+            prompts_from=self.prompts.source,
+            prompts_digest=self.prompts.digest,
+            num_prompts=len(self.prompts.prompts),
+            limits=self.limits,
+            config=self.artifact.config,
+            outcomes=tuple(outcomes),
+        )
+
+    def _prompts(self) -> PromptSet:
+        request, limits = self.request, self.artifact.manifest.deployment.limits
+        tokenizer = self.artifact.tokenizer()
+        if request.prompts is not None:
+            return prompts_from_file(request.prompts, tokenizer, limits, request.num_decode, free=request.free)
+        return default_prompts(tokenizer, self.artifact.config, limits, request.num_prompts, request.num_decode)
+
+    def compare(self, name: str, reference: Engine, candidate: Engine, eager: Engine) -> Outcome:
+        """Compare one back end.
+
+        Args:
+            name: of the candidate, for the report.
+            reference, candidate: the sides.
+            eager: the eager modules; the reference itself if it is them.
+        """
+        request = self.request
+        outcome = Outcome(level=request.level, backend=name, reference=request.reference)
+        if request.level == "op":
+            compare_ops(self.artifact, reference, self.prompts, self.limits, request.stages, outcome, self.progress)
+        elif request.level == "tokens":
+            first, second = (chain_logits(engine, self.prompts, request.free) for engine in (reference, candidate))
+            limit = self.limits.of("head", reference.stages[-1].outputs[0])
+            compare_tokens(first, second, limit, outcome, self.progress, len(self.prompts.prompts))
+        else:
+            self._chains(reference, candidate, eager, outcome)
+        return outcome
+
+    def _chains(self, reference: Engine, candidate: Engine, eager: Engine, outcome: Outcome) -> None:
+        request = self.request
+        explainer = Explainer(eager)
+
+        def lockstep(first: object, second: object) -> Lockstep:
+            stages = frozenset(request.stages) or None
+            level: Literal["chain", "stage"] = "stage" if request.level == "stage" else "chain"
+            return Lockstep(first, second, self.limits, explainer, outcome, level, stages)  # type: ignore[arg-type]
+
+        def explain(divergence: Divergence) -> None:
+            if not request.bisect:
+                return
+            finding = outcome.findings[0]
+            if divergence.finding.cause == "own":
+                point = bisect_stage(self.artifact, explainer, divergence, self.limits)
+                outcome.findings[0] = replace(finding, point=point)
+
+        schedule = Schedule(prompts=self.prompts, free=request.free, keep_going=request.keep_going)
+        compare_chains(lockstep, reference, candidate, schedule, outcome, explain, self.progress)
+
+
+def _require_stages(request: CompareRequest) -> None:
+    known = [spec.name for spec in request.artifact.stages]
+    unknown = [name for name in request.stages if name not in known]
+    if unknown:
+        raise RequestError(
+            "--stages",
+            found=", ".join(unknown),
+            expected=f"some of {', '.join(known)}",
+            remedy="Name stages of this artefact.",
+        )

@@ -1,0 +1,78 @@
+"""The outputs of one stage in one step, both sides, in the order the stage makes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from engram_trt.configs.tensors import StageSpec, TensorSpec
+from engram_trt.export.accuracy.divergence.deviation import Deviation, deviation
+from engram_trt.export.accuracy.divergence.findings import SelectionChange
+from engram_trt.export.accuracy.divergence.limits import Limit
+from engram_trt.export.accuracy.divergence.places import Places, StepPlaces
+from engram_trt.runtime.stage_runners.contract import Array
+
+CAUSAL_ORDER = (
+    "dspark_tap",
+    "window_kv",
+    "kv_state",
+    "score_state",
+    "index_keys",
+    "compressed_kv",
+    "candidate_blocks",
+    "topk_indices",
+)
+"""In which order a block makes its outputs; the streams come last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One output of one stage in one step."""
+
+    spec: TensorSpec
+    limit: Limit
+    places: Places
+    reference: Array
+    found: Array
+    deviation: Deviation
+
+
+def compare_output(spec: TensorSpec, first: Array, second: Array, places: StepPlaces, limit: Limit) -> Compared:
+    """Hold one output of a stage against the reference's, real tokens only."""
+    where = places.places(spec, first.shape)
+    values = where.of(first), where.of(second)
+    return Compared(
+        spec=spec,
+        limit=limit,
+        places=where,
+        reference=values[0],
+        found=values[1],
+        deviation=deviation(*values, limit),
+    )
+
+
+def in_causal_order(stage: StageSpec) -> list[TensorSpec]:
+    """A stage's outputs as one leads to the next."""
+    return sorted(stage.outputs, key=_causal_order)
+
+
+def _causal_order(spec: TensorSpec) -> int:
+    return CAUSAL_ORDER.index(spec.tensor) if spec.tensor in CAUSAL_ORDER else len(CAUSAL_ORDER)
+
+
+def selection_changes(item: Compared, count: int = 3) -> list[SelectionChange]:
+    """The first tokens whose lists differ, with what only one side chose."""
+    changes = []
+    for token in np.flatnonzero(item.deviation.wrong)[:count]:
+        left, right = set(item.reference[token].tolist()), set(item.found[token].tolist())
+        changes.append(
+            SelectionChange(
+                name=item.spec.name,
+                row=int(item.places.rows[token]),
+                position=int(item.places.positions[token]),
+                only_reference=tuple(sorted(left - right)),
+                only_found=tuple(sorted(right - left)),
+            )
+        )
+    return changes

@@ -13,8 +13,8 @@ from torch import Tensor
 from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.tensors import StageSpec
 from engram_trt.export.modeling.probe import Recorder
-from engram_trt.export.stages import embedding, engram_hash, head
 from engram_trt.export.stages.block import block_name
+from engram_trt.export.stages.interfaces import EMBEDDING, ENGRAM_HASH, HEAD
 from engram_trt.export.torch_runner import TorchBackend
 from engram_trt.runtime.stage_runners.contract import Array, Backend, Buffer, Run, StageRunner, View
 
@@ -86,18 +86,18 @@ class TappedBackend(Backend):
             streams: per layer, [batch, tokens, hc_mult, dim].
             mixes: per layer, [batch, tokens, hc_mult].
         """
-        readers = [block_name(layer) for layer in range(1, self.config.n_layers)] + [head.NAME]
+        readers = [block_name(layer) for layer in range(1, self.config.n_layers)] + [HEAD]
         for reader, stream, mix in zip(readers, streams, mixes, strict=True):
             self.feeds[reader] = {"hidden_states": stream.float().numpy(), "pre_mix": mix.float().numpy()}
 
     def keep(self, spec: StageSpec, outputs: Mapping[str, Tensor]) -> None:
         """Note a stage's outputs."""
-        if spec.name == engram_hash.NAME:
+        if spec.name == ENGRAM_HASH:
             rows = [outputs[f"engram_ids_{layer}"] for layer in self.config.engram_layer_ids]
             self._values["hash_ids"] = torch.stack(rows, dim=2)
-        elif spec.name == embedding.NAME:
+        elif spec.name == EMBEDDING:
             self._values["embed_merged_streams"] = outputs["hidden_states"]
-        elif spec.name == head.NAME:
+        elif spec.name == HEAD:
             self._values["logits"] = outputs["logits"]
         else:
             for name, value in outputs.items():

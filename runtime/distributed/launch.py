@@ -12,6 +12,7 @@ from pathlib import Path
 from engram_trt.configs.deployment import DeploymentConfig
 from engram_trt.configs.errors import DeploymentError, PeerError, UserError
 from engram_trt.runtime.artifact import Artifact, open_backend
+from engram_trt.runtime.bench_pipeline import Recorder
 from engram_trt.runtime.device_threads import core_of, require_core
 from engram_trt.runtime.distributed.agreement import facts_of, refusal
 from engram_trt.runtime.distributed.chain import Ring, RingChain
@@ -46,25 +47,23 @@ class LaunchRequest:
     deployment: Path | None
 
 
-Body = Callable[[Artifact, Engine, "RingControl"], int]
+Body = Callable[[Artifact, Engine, Recorder], int]
 
 
-class RingControl:
-    """What rank 0's command may ask of the whole chain besides running it."""
+class RingRecorder(Recorder):
+    """Records in all ranks."""
 
-    def __init__(self, ring: Ring, cluster: Cluster, placed: tuple[PlacedStages, ...], timeline: Timeline) -> None:
-        self.placed = placed
+    def __init__(self, ring: Ring, cluster: Cluster, timeline: Timeline) -> None:
+        self.num_ranks = cluster.rank.world_size
         self._ring, self._cluster, self._timeline = ring, cluster, timeline
         self._num_recordings = 0
 
     def start_recording(self) -> None:
-        """Let every rank record when its stages run."""
         self._ring.record(is_on=True)
         self._timeline.spans.clear()
         self._timeline.is_on = True
 
     def stop_recording(self) -> list[Span]:
-        """The spans of all ranks."""
         self._timeline.is_on = False
         self._ring.record(is_on=False)
         key = f"spans{self._num_recordings}"
@@ -117,7 +116,7 @@ def _run_joined(cluster: Cluster, request: LaunchRequest, body: Body) -> int:
         ring = Ring(routes, tuple(sorted(engine.symbol_limits)), transport, _suspecting(cluster))
         cluster.watch.on_failure(ring.fail)
         whole = replace(engine, open_chain=lambda own, sizes: RingChain(own, sizes, ring))
-        code = body(artifact, whole, RingControl(ring, cluster, placed, engine.timeline))
+        code = body(artifact, whole, RingRecorder(ring, cluster, engine.timeline))
         ring.end()
         return code
 

@@ -40,6 +40,7 @@ class SynthRequest:
         layers: backbone layers of a partial checkpoint; None for a whole one.
         tokenizer: a tokenizer.json to copy; None trains a small one.
         dense_tables: write random rows to Engram tables of any size.
+        sparse: write headers only and leave every tensor a hole, which reads as zeros.
         force: replace an earlier checkpoint at `out`.
     """
 
@@ -49,6 +50,7 @@ class SynthRequest:
     layers: tuple[int, ...] | None = None
     tokenizer: Path | None = None
     dense_tables: bool = False
+    sparse: bool = False
     force: bool = False
 
 
@@ -65,6 +67,8 @@ class SynthReport:
 
 def bytes_to_write(request: SynthRequest) -> int:
     """Bytes of weights that a request really writes; holes do not count."""
+    if request.sparse:
+        return 0
     tensors = checkpoint_tensors(request.config, request.layers)
     return sum(
         tensor_bytes(shape) for name, shape in tensors.items() if not _is_hole(name, tensors, request.dense_tables)
@@ -141,7 +145,7 @@ def _copied(path: Path) -> TokenizerFiles:
 
 def _write_shard(path: Path, shard: Mapping[str, TensorShape], request: SynthRequest, progress: Progress) -> None:
     with ShardWriter(path, shard) as writer:
-        for name, shape in shard.items():
+        for name, shape in () if request.sparse else shard.items():
             if name.endswith(".scale") or _is_hole(name, shard, request.dense_tables):
                 continue
             scale = shard.get(_scale_of(name)) if name.endswith(".weight") else None

@@ -25,6 +25,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="the folder to make")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the weights (default 0)")
     parser.add_argument("--dense-tables", action="store_true", help="fill Engram tables above 4 GiB as well")
+    parser.add_argument("--sparse", action="store_true", help="names, shapes and headers; all weights are holes")
     parser.add_argument("--force", action="store_true", help="replace an earlier checkpoint at DIR")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
@@ -56,6 +57,7 @@ def _run(arguments: argparse.Namespace) -> int:
         layers=layer_list(arguments.layers),
         tokenizer=arguments.tokenizer,
         dense_tables=arguments.dense_tables,
+        sparse=arguments.sparse,
         force=arguments.force,
     )
     report = _with_progress(request)
@@ -99,7 +101,8 @@ COMMAND = Command(
     description=(
         "Write shards, index, config and tokenizer of a model with random weights, with the released names,\n"
         "dtypes and split over files. The same arguments give the same bytes. Engram tables above 4 GiB are\n"
-        "left as holes that read as zero rows, unless --dense-tables is given."
+        "left as holes that read as zero rows, unless --dense-tables is given. With --sparse all weights are holes:\n"
+        "a stand-in for the released checkpoint takes megabytes of disk."
     ),
     examples="""
     engram-trt synth --preset tiny --out checkpoint

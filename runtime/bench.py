@@ -32,6 +32,20 @@ class BenchConfig:
     repeats: int = 5
 
 
+def bench_load(artifact: Artifact, name: str, engine: Engine) -> Result:
+    """What loading took: milliseconds and bytes, dense weights and bound experts, of every stage."""
+    dense = {record.spec.name: record.data.num_bytes for record in artifact.manifest.stages}
+    stage_bytes = {ready.stage: dense[ready.stage] + ready.resident_bytes for ready in engine.ready}
+    return {
+        "benchmark": "load",
+        "backend": name,
+        "ready_ms": round(sum(ready.seconds for ready in engine.ready) * 1e3, 1),
+        "bytes": sum(stage_bytes.values()),
+        "stage_ms": {ready.stage: round(ready.seconds * 1e3, 2) for ready in engine.ready},
+        "stage_bytes": stage_bytes,
+    }
+
+
 def bench_chain(engines: Mapping[str, Engine], config: BenchConfig) -> Iterator[Result]:
     """Prefill and decode of one row; back ends take turns step by step.
 

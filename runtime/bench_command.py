@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from engram_trt.configs.errors import RequestError
 from engram_trt.runtime.cli import Command
+from engram_trt.runtime.verification import add_verify_option
 
 if TYPE_CHECKING:
     from engram_trt.runtime.artifact import Artifact
@@ -29,6 +30,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deployment", metavar="FILE", type=Path, help="on which devices stages run")
     parser.add_argument("--sequences", metavar="N", type=int, help="instead: N sequences in flight, each a micro-batch")
     parser.add_argument("--timeline", metavar="FILE", type=Path, help="with --sequences: write a Chrome trace")
+    add_verify_option(parser)
     parser.add_argument("--json", action="store_true", help="JSON lines, the machine first")
 
 
@@ -59,9 +61,10 @@ def _run(arguments: argparse.Namespace) -> int:
             checkpoint=arguments.checkpoint,
             backend=names[0],
             deployment=arguments.deployment,
+            verify=arguments.verify,
         )
         return run_ranked(rank, request, lambda _, engine, recorder: _in_flight(arguments, engine, recorder))
-    artifact = Artifact.open(arguments.artifact, arguments.checkpoint)
+    artifact = Artifact.open(arguments.artifact, arguments.checkpoint, arguments.verify)
     deployment = deployment_of(artifact, arguments.deployment)
     wanted = names if arguments.sequences is None else names[:1]
     with ExitStack() as stack:
@@ -74,10 +77,12 @@ def _run(arguments: argparse.Namespace) -> int:
 def _side_by_side(
     arguments: argparse.Namespace, artifact: Artifact, engines: dict[str, Engine], config: BenchConfig
 ) -> int:
-    from engram_trt.runtime.bench import bench_chain, bench_engram
+    from engram_trt.runtime.bench import bench_chain, bench_engram, bench_load
     from engram_trt.runtime.machine import machine_facts
 
     _print({"benchmark": "machine", **machine_facts()}, as_json=arguments.json)
+    for name, engine in engines.items():
+        _print(bench_load(artifact, name, engine), as_json=arguments.json)
     for result in bench_chain(engines, config):
         _print(result, as_json=arguments.json)
     for result in bench_engram(artifact, next(iter(engines.values()))):
@@ -105,7 +110,9 @@ def _print(result: dict[str, Any], *, as_json: bool) -> None:
         print(json.dumps(result), flush=True)
         return
     title = f"{result['benchmark']} {result.get('backend', '')}".strip()
-    facts = {key: value for key, value in result.items() if key not in ("benchmark", "backend", "stage_ms")}
+    facts = {
+        key: value for key, value in result.items() if key not in ("benchmark", "backend", "stage_ms", "stage_bytes")
+    }
     print(f"{title:24} " + "  ".join(f"{key} {value}" for key, value in facts.items()), flush=True)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from engram_trt.configs.errors import RequestError
 from engram_trt.runtime.cli import Command
+from engram_trt.runtime.verification import add_verify_option
 
 if TYPE_CHECKING:
     from engram_trt.configs.deployment import DeploymentConfig
@@ -37,6 +38,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", metavar="NAME", default="onnxruntime", help="onnxruntime (default) or torch")
     parser.add_argument("--checkpoint", metavar="DIR", type=Path, help="where the checkpoint is now")
     parser.add_argument("--deployment", metavar="FILE", type=Path, help="on which devices stages run")
+    add_verify_option(parser)
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of text")
 
 
@@ -65,6 +67,7 @@ def _run(arguments: argparse.Namespace) -> int:
             checkpoint=arguments.checkpoint,
             backend=arguments.backend,
             deployment=arguments.deployment,
+            verify=arguments.verify,
         )
 
         def first_rank(artifact: Artifact, engine: Engine, _: object) -> int:
@@ -72,7 +75,7 @@ def _run(arguments: argparse.Namespace) -> int:
             return answer(tokenizer, _prompt_ids(arguments, tokenizer), engine)
 
         return run_ranked(rank, request, first_rank)
-    artifact = Artifact.open(arguments.artifact, arguments.checkpoint)
+    artifact = Artifact.open(arguments.artifact, arguments.checkpoint, arguments.verify)
     deployment, tokenizer = deployment_of(artifact, arguments.deployment), artifact.tokenizer()
     prompt = _prompt_ids(arguments, tokenizer)
     with artifact.engine(arguments.backend, deployment=deployment) as engine:

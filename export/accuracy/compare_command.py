@@ -12,6 +12,7 @@ from typing import Any
 
 from engram_trt.configs.errors import BackendError, RequestError
 from engram_trt.runtime.cli import Command
+from engram_trt.runtime.verification import add_verify_option
 
 _GOLDEN_BACKENDS = ("torch", "onnxruntime")
 _LEVELS = ("op", "stage", "chain", "tokens")
@@ -21,6 +22,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("artifact", metavar="ARTIFACT", type=Path, nargs="?", help="folder of an export")
     parser.add_argument("--golden", metavar="DIR", type=Path, help="compare with a folder of golden vectors instead")
     parser.add_argument("--checkpoint", metavar="DIR", type=Path, help="where the artefact's checkpoint is now")
+    add_verify_option(parser)
     parser.add_argument("--level", choices=_LEVELS, default="chain", help="how closely to look (%(default)s)")
     parser.add_argument("--backends", metavar="NAMES", help="what to compare, separated by commas (onnxruntime)")
     parser.add_argument("--reference", metavar="NAME", default="torch", help="what to compare with (%(default)s)")
@@ -62,7 +64,7 @@ def _artifact(arguments: argparse.Namespace) -> int:
     from engram_trt.runtime.artifact import Artifact
 
     request = CompareRequest(
-        artifact=Artifact.open(arguments.artifact, arguments.checkpoint),
+        artifact=Artifact.open(arguments.artifact, arguments.checkpoint, arguments.verify),
         backends=_names("--backends", arguments.backends or "onnxruntime"),
         reference=arguments.reference,
         level=arguments.level,

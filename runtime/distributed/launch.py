@@ -26,6 +26,7 @@ from engram_trt.runtime.engine import Engine
 from engram_trt.runtime.placement import PlacedStages
 from engram_trt.runtime.stage_runners.onnxruntime import OnnxRuntimeBackend
 from engram_trt.runtime.timeline import Span, Timeline
+from engram_trt.runtime.verification import HEADERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class LaunchRequest:
         checkpoint: where the checkpoint is now, if not where it was.
         backend: name of the back end.
         deployment: file that says where stages run; None spreads them over the ranks.
+        verify: how much is digested first (see `verification.LEVELS`).
     """
 
     command: str
@@ -45,6 +47,7 @@ class LaunchRequest:
     checkpoint: Path | None
     backend: str
     deployment: Path | None
+    verify: str = HEADERS
 
 
 Body = Callable[[Artifact, Engine, Recorder], int]
@@ -150,7 +153,7 @@ def _agree(
     """Open everything, compare with the other ranks; the last value says whether devices were named."""
     rank = cluster.rank
     try:
-        artifact = Artifact.open(request.artifact, request.checkpoint)
+        artifact = Artifact.open(request.artifact, request.checkpoint, request.verify)
         deployment, pins = deployment_for(rank.world_size, artifact.manifest.deployment, request)
         placed = artifact.place(deployment)
         facts = facts_of(artifact, deployment, request.backend)

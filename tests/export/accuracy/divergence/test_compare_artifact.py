@@ -29,6 +29,7 @@ OPTIONS = {
     "--reference",
     "--stages",
     "--tolerances",
+    "--verify",
 }
 
 

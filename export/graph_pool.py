@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from typing import Any
 
 import onnx
@@ -15,16 +15,14 @@ from torch import Tensor
 from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.tensors import StageSpec
 from engram_trt.export.modeling.compute import ComputeConfig
-from engram_trt.export.onnx_export import StageExporter, stage_graph
-from engram_trt.export.passes.functions import FunctionLibrary
+from engram_trt.export.onnx_export import StageExporter, completed_graph, traced_graph
+from engram_trt.export.passes.functions import FunctionLibrary, make_function
 from engram_trt.export.stages.chain import DTYPE_NAMES
+from engram_trt.plugins.onnx_functions import NodeVariant
 
 FEW_KINDS = 2
 
-Job = tuple[Mapping[str, Any], ComputeConfig, Any, Mapping[str, Any]]
-
-_libraries: dict[tuple[str, torch.dtype], FunctionLibrary] = {}
-"""Function bodies a worker has made so far."""
+Trace = tuple[Mapping[str, Any], ComputeConfig, Any, Mapping[str, Any]]
 
 
 def trace_kinds(
@@ -46,24 +44,63 @@ def trace_kinds(
             exporter.graph(spec)
             progress(kind)
         return
-    # The largest graphs first: they decide when the last worker ends.
+    # The largest graphs first: they decide when the last worker ends, and they bring most of the ops.
     ordered = sorted(kinds.values(), key=lambda spec: -len(spec.inputs))
-    token_map = None if exporter.token_map is None else exporter.token_map.numpy()
-    config = exporter.config.to_flat_dict()
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=workers, mp_context=context) as pool:
-        jobs: list[Job] = [(config, exporter.compute, token_map, spec.to_json()) for spec in ordered]
-        for spec, serialized in zip(ordered, pool.map(_trace, jobs), strict=True):
-            exporter.add_graph(spec, onnx.load_from_string(serialized))
+    with ProcessPoolExecutor(
+        max_workers=workers, mp_context=_worker_context(), initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
+        for spec, model in _graphs(pool, exporter, ordered):
+            exporter.add_graph(spec, model)
             progress(spec.kind)
 
 
-def _trace(job: Job) -> bytes:
-    config_values, compute, token_map, spec = job
-    torch.set_num_threads(1)
-    config = ModelConfig.from_dict(config_values)
-    key = (config.digest(), compute.dtype)
-    library = _libraries.setdefault(key, FunctionLibrary(config, DTYPE_NAMES[compute.dtype]))
+def _graphs(
+    pool: ProcessPoolExecutor, exporter: StageExporter, specs: Sequence[StageSpec]
+) -> Iterator[tuple[StageSpec, onnx.ModelProto]]:
+    """Graphs in the order they are done. A body that several of them need is made by one worker, once."""
+    library = FunctionLibrary(exporter.config, DTYPE_NAMES[exporter.compute.dtype])
+    token_map = None if exporter.token_map is None else exporter.token_map.numpy()
+    config = exporter.config.to_flat_dict()
+    traces = {pool.submit(_trace, (config, exporter.compute, token_map, spec.to_json())): spec for spec in specs}
+    bodies: dict[Future[bytes], NodeVariant] = {}
+    incomplete: list[tuple[StageSpec, onnx.ModelProto]] = []
+    running: set[Future[bytes]] = set(traces)
+    while running:
+        done, running = wait(running, return_when=FIRST_COMPLETED)
+        for future in done:
+            if future in bodies:
+                library.add(bodies[future], onnx.FunctionProto.FromString(future.result()))
+                continue
+            model = onnx.load_from_string(future.result())
+            incomplete.append((traces[future], model))
+            for variant in library.missing(model):
+                if variant not in bodies.values():
+                    body = pool.submit(_make_body, variant)
+                    bodies[body] = variant
+                    running.add(body)
+        waiting, incomplete = incomplete, []
+        for spec, model in waiting:
+            if library.missing(model):
+                incomplete.append((spec, model))
+            else:
+                yield spec, completed_graph(model, library)
+
+
+def _worker_context() -> multiprocessing.context.BaseContext:
+    """Workers are forks of one process that has imported what they need and started no thread."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+def _trace(job: Trace) -> bytes:
+    config, compute, token_map, spec = job
     ids: Tensor | None = None if token_map is None else torch.from_numpy(token_map)
-    serialized: bytes = stage_graph(StageSpec.from_json(spec), config, compute, ids, library).SerializeToString()
+    model = traced_graph(StageSpec.from_json(spec), ModelConfig.from_dict(config), compute, ids)
+    serialized: bytes = model.SerializeToString()
+    return serialized
+
+
+def _make_body(variant: NodeVariant) -> bytes:
+    serialized: bytes = make_function(variant).SerializeToString()
     return serialized

@@ -15,7 +15,7 @@ from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.tensors import StageSpec
 from engram_trt.export.modeling.compute import ComputeConfig
 from engram_trt.plugins import spec as plugin_spec
-from engram_trt.plugins.onnx_translation import OPSET
+from engram_trt.plugins.onnx_exporter import OPSET
 
 TOOLS = ("engram-trt", "torch", "onnx", "onnx-ir", "onnxscript")
 

@@ -17,7 +17,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from engram_trt.configs.tensors import StageSpec, TensorSpec
 from engram_trt.export.passes.cleanup import drop_unused_outputs
 from engram_trt.plugins.float_tables import TORCH_DTYPES
-from engram_trt.plugins.onnx_translation import OPSET, quiet_exporter, registered_schemas, translation_table
+from engram_trt.plugins.onnx_exporter import OPSET, fast_exporter
+from engram_trt.plugins.onnx_translation import registered_schemas, translation_table
 
 EXAMPLE_SIZES = {
     "batch": 3,
@@ -74,7 +75,7 @@ def trace_stage(spec: StageSpec, module: nn.Module) -> onnx.ModelProto:
         examples = [torch.empty(t.resolve(EXAMPLE_SIZES), dtype=TORCH_DTYPES[t.dtype]) for t in spec.inputs]
         examples += [torch.empty(weight.shape, dtype=weight.dtype) for weight in weights.values()]
     function = _StageFunction(module, spec, tuple(weights)).eval()
-    with registered_schemas(), quiet_exporter(), torch.no_grad():
+    with registered_schemas(), fast_exporter(), torch.no_grad():
         program = torch.onnx.export(
             function,
             tuple(examples),

@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from engram_trt.plugins.float_tables import TORCH_DTYPES
-from engram_trt.plugins.onnx_translation import OPSET, PLUGIN_ATTRIBUTES, PRIMITIVE_TRANSLATIONS, quiet_exporter
+from engram_trt.plugins.onnx_exporter import OPSET, fast_exporter
+from engram_trt.plugins.onnx_translation import PLUGIN_ATTRIBUTES, PRIMITIVE_TRANSLATIONS
 from engram_trt.plugins.spec import NAMESPACE, AttributeValue, Operand, PluginSpec
 
 DYNAMIC_SIZES = {
@@ -105,7 +106,7 @@ def traced_function(reference: Callable[..., object], variant: NodeVariant, over
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
         examples = tuple(_example(operand, variant) for operand in variant.inputs)
     names = [operand.name for operand in variant.inputs]
-    with quiet_exporter(), torch.no_grad():
+    with fast_exporter(), torch.no_grad():
         program = torch.onnx.export(
             _Reference(reference, variant).eval(),
             examples,

@@ -7,8 +7,6 @@ plugin; every other tool inlines the model-local function of the same name.
 from __future__ import annotations
 
 import inspect
-import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,11 +17,9 @@ from onnx.defs import OpSchema
 
 from engram_trt.plugins import torch_ops
 from engram_trt.plugins.indexer.spec import CANDIDATE_SOURCE
+from engram_trt.plugins.onnx_exporter import RENAMING_TRANSLATIONS, STANDARD
 from engram_trt.plugins.registry import SPECS, spec_of
 from engram_trt.plugins.spec import NAMESPACE, TYPE_VARIABLES, AttributeValue, PluginSpec
-
-OPSET = 24
-"""Asserted on everything that is exported: 23 brought RMSNormalization, 24 TensorScatter."""
 
 PLUGIN_ATTRIBUTES = ("plugin_namespace", "plugin_version")
 
@@ -35,9 +31,7 @@ _ONNX_TYPES = {
     "float32": "tensor(float)",
     "bfloat16": "tensor(bfloat16)",
 }
-_TALKATIVE_LOGGERS = ("torch.onnx._internal.exporter._registration", "onnx_ir.serde")
 _ENGRAM = onnxscript.values.Opset(NAMESPACE, 1)
-_STANDARD = onnxscript.values.Opset("", OPSET)
 
 
 def op_schema(spec: PluginSpec) -> OpSchema:
@@ -80,22 +74,6 @@ def registered_schemas() -> Iterator[None]:
             onnx.defs.deregister_schema(spec.name, 1, NAMESPACE)
 
 
-@contextmanager
-def quiet_exporter() -> Iterator[None]:
-    """Silence about packages this project does not use, axes that share a name, and types filled in later."""
-    loggers = [logging.getLogger(name) for name in _TALKATIVE_LOGGERS]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
 def emit(spec: PluginSpec, inputs: Sequence[Any], attributes: Mapping[str, AttributeValue]) -> Any:
     """Put a node of an op into the graph being traced; absent optional inputs are None.
 
@@ -126,25 +104,25 @@ def translate(spec: PluginSpec) -> Callable[..., Any]:
 
 
 def _take(table: Any, indices: Any) -> Any:
-    return _STANDARD.Gather(table, indices, axis=0)
+    return STANDARD.Gather(table, indices, axis=0)
 
 
 def _stable_topk(scores: Any, k: int) -> Any:
-    count = _STANDARD.Constant(value_ints=[k])
-    return _STANDARD.TopK(scores, count, axis=-1, largest=1, sorted=1)
+    count = STANDARD.Constant(value_ints=[k])
+    return STANDARD.TopK(scores, count, axis=-1, largest=1, sorted=1)
 
 
 def _floor_divide(x: Any, divisor: int) -> Any:
-    return _STANDARD.Div(x, _STANDARD.Constant(value_int=divisor))
+    return STANDARD.Div(x, STANDARD.Constant(value_int=divisor))
 
 
 def _ring_slots(positions: Any, ring: Any) -> Any:
-    return _STANDARD.Mod(positions, _STANDARD.Shape(ring, start=1, end=2))
+    return STANDARD.Mod(positions, STANDARD.Shape(ring, start=1, end=2))
 
 
 def _gather_rows(cache: Any, indices: Any) -> Any:
-    last = _STANDARD.Constant(value_ints=[-1])
-    return _STANDARD.GatherND(cache, _STANDARD.Unsqueeze(indices, last), batch_dims=1)
+    last = STANDARD.Constant(value_ints=[-1])
+    return STANDARD.GatherND(cache, STANDARD.Unsqueeze(indices, last), batch_dims=1)
 
 
 def _indexer_candidate_source(
@@ -170,13 +148,14 @@ def _indexer_candidate_source(
 
 
 PRIMITIVE_TRANSLATIONS: Mapping[Any, Callable[..., Any]] = {
+    **RENAMING_TRANSLATIONS,
     torch_ops.primitives.take._opoverload: _take,
     torch_ops.primitives.stable_topk._opoverload: _stable_topk,
     torch_ops.primitives.floor_divide._opoverload: _floor_divide,
     torch_ops.primitives.ring_slots._opoverload: _ring_slots,
     torch_ops.primitives.gather_rows._opoverload: _gather_rows,
 }
-"""The ops that references use."""
+"""What references use beside torch ops that the exporter knows."""
 
 
 def translation_table() -> dict[Any, Callable[..., Any]]:

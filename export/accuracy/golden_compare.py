@@ -19,7 +19,6 @@ from engram_trt.export.accuracy.golden_models import compare_model, note_unrun_m
 from engram_trt.export.accuracy.golden_ops import COMPARISONS, compare_op, op_file
 from engram_trt.export.accuracy.golden_report import Report
 from engram_trt.export.accuracy.golden_results import NotRun, Results
-from engram_trt.export.exporter_registry import one_registry
 
 BACKENDS = ("torch", "onnxruntime")
 UNKNOWN_FILE = "a file this version does not know"
@@ -39,12 +38,11 @@ class Outcome:
 def run_job(path: Path, job: Job, progress: Callable[[str], None]) -> Results:
     """Do one job here; UserError for a folder that does not fit together."""
     folder = GoldenFolder.open(path)
-    with one_registry():
-        if job.kind == "hash":
-            return compare_constants(folder) if job.backend == HOST else compare_hash(folder, job.backend)
-        if job.kind == "op":
-            return compare_op(folder, job.name, job.backend)
-        return compare_model(folder, job.name, job.mode, job.backend, progress)
+    if job.kind == "hash":
+        return compare_constants(folder) if job.backend == HOST else compare_hash(folder, job.backend)
+    if job.kind == "op":
+        return compare_op(folder, job.name, job.backend)
+    return compare_model(folder, job.name, job.mode, job.backend, progress)
 
 
 def plan(folder: GoldenFolder, backends: Sequence[str]) -> tuple[list[Job], Results]:

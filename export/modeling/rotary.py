@@ -76,7 +76,7 @@ def rotate(x: Tensor, table: Table, inverse: bool = False) -> Tensor:
         cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     kept, turned = torch.split(x, [x.shape[-1] - width, width], dim=-1)
     turned = turned.to(torch.float32)
-    partner = torch.arange(width, device=x.device) ^ 1
+    partner = torch.bitwise_xor(torch.arange(width, device=x.device), 1)
     swapped = turned.index_select(-1, partner)
     rotated = turned * cos - swapped * sin if inverse else turned * cos + swapped * sin
     return torch.cat([kept, rotated.to(x.dtype)], dim=-1)

@@ -52,6 +52,15 @@ class FunctionLibrary:
         self._sizes, self._dtype = operand_sizes(config), dtype
         self._made: dict[_Key, onnx.FunctionProto] = {}
 
+    def missing(self, model: onnx.ModelProto) -> list[NodeVariant]:
+        """What the nodes of a graph need and the library has not; each once."""
+        variants = {_key(variant): variant for variant in map(self._variant, _engram_nodes(model.graph.node))}
+        return [variant for key, variant in variants.items() if key not in self._made]
+
+    def add(self, variant: NodeVariant, function: onnx.FunctionProto) -> None:
+        """Take a body made elsewhere by `make_function`."""
+        self._made[_key(variant)] = function
+
     def attach(self, model: onnx.ModelProto) -> None:
         """Add the bodies a graph needs and point its nodes at them.
 
@@ -68,7 +77,7 @@ class FunctionLibrary:
                 continue
             attached.add((node.op_type, node.overload))
             function = model.functions.add()
-            function.CopyFrom(self._function(variant, node.overload))
+            function.CopyFrom(self._function(variant))
             pending.extend(_engram_nodes(function.node))
         if "" not in {item.domain for item in model.opset_import}:
             raise ValueError("the traced graph imports no standard operators")
@@ -85,11 +94,20 @@ class FunctionLibrary:
             sizes=self._sizes,
         )
 
-    def _function(self, variant: NodeVariant, overload: str) -> onnx.FunctionProto:
-        key = (variant.spec.name, variant.num_inputs, *sorted(variant.attributes.items()))
+    def _function(self, variant: NodeVariant) -> onnx.FunctionProto:
+        key = _key(variant)
         if key not in self._made:
-            self._made[key] = FUNCTION_MAKERS[variant.spec.name](variant, overload)
+            self._made[key] = make_function(variant)
         return self._made[key]
+
+
+def make_function(variant: NodeVariant) -> onnx.FunctionProto:
+    """The body of one op; seconds for one that is traced."""
+    return FUNCTION_MAKERS[variant.spec.name](variant, _overload(variant))
+
+
+def _key(variant: NodeVariant) -> _Key:
+    return (variant.spec.name, variant.num_inputs, *sorted(variant.attributes.items()))
 
 
 def _overload(variant: NodeVariant) -> str:

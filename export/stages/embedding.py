@@ -42,8 +42,7 @@ class EmbeddingStage(nn.Module):
         if "image_mask" in inputs:
             rows = torch.where(inputs["image_mask"].unsqueeze(-1), inputs["image_embeddings"], rows)
         streams = rows.unsqueeze(2).expand(batch, tokens, self.config.hc_mult, self.config.dim)
-        first = torch.zeros(self.config.hc_mult, device=rows.device)
-        first[0] = 1
+        first = (torch.arange(self.config.hc_mult, device=rows.device) == 0).to(torch.float32)
         results = {
             "hidden_states": streams.contiguous(),
             "pre_mix": first.expand(batch, tokens, self.config.hc_mult).contiguous(),

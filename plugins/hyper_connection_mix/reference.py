@@ -22,8 +22,10 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
         [tokens, n, n].
     """
     n = logits.shape[-1]
-    identity, ones = torch.eye(n, device=logits.device), torch.ones((n, n), device=logits.device)
-    row_sums, column_sums = torch.kron(identity, ones), torch.kron(ones, identity)
+    cell = torch.arange(n * n, device=logits.device)
+    row, column = cell // n, cell % n
+    row_sums = (row.unsqueeze(1) == row).to(torch.float32)
+    column_sums = (column.unsqueeze(1) == column).to(torch.float32)
     offset = torch.full((n * n,), eps, device=logits.device)
     matrix = (torch.softmax(logits, dim=-1) + offset.reshape(n, n)).reshape(-1, n * n)
     matrix = matrix / torch.addmm(offset, matrix, column_sums)

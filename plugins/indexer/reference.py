@@ -40,7 +40,7 @@ def index_scores(
     dots = torch.matmul(index_q.reshape(batch, tokens * heads, width), keys.transpose(1, 2))
     weighted = torch.relu(dots.reshape(batch, tokens, heads, -1)) * index_weights.unsqueeze(-1)
     scores = weighted.sum(dim=2).to(torch.float32)
-    seen = (visible_entries < visible.unsqueeze(-1)) & ~torch.isnan(scores)
+    seen = torch.logical_and(visible_entries < visible.unsqueeze(-1), ~torch.isnan(scores))
     return torch.where(seen, scores, NEVER)
 
 
@@ -88,7 +88,9 @@ def inside_candidates(scores: Tensor, candidate_blocks: Tensor, block_size: int)
     batch, tokens, entries = scores.shape
     blocks = (entries + block_size - 1) // block_size
     slot = candidate_blocks.to(torch.int64)
-    slot = torch.where((slot >= 0) & (slot < blocks), slot, blocks)  # one extra slot takes what is not a block
+    slot = torch.where(
+        torch.logical_and(slot >= 0, slot < blocks), slot, blocks
+    )  # one extra slot takes what is not a block
     kept = torch.zeros((batch, tokens, blocks + 1), dtype=torch.int32, device=scores.device)
     kept = kept.scatter(2, slot, torch.ones_like(slot, dtype=torch.int32))
     block_of_entry = floor_divide(torch.arange(entries, device=scores.device), block_size)

@@ -15,8 +15,9 @@ from onnx import TensorProto, helper, numpy_helper, parser
 from engram_trt.plugins.float_tables import E2M1_PAIR_TABLE, E8M0_TABLE
 from engram_trt.plugins.moe_experts.reference import WEIGHT_EPS
 from engram_trt.plugins.moe_experts.spec import GROUP
+from engram_trt.plugins.onnx_exporter import OPSET
 from engram_trt.plugins.onnx_functions import NodeVariant, function_proto
-from engram_trt.plugins.onnx_translation import OPSET, PLUGIN_ATTRIBUTES
+from engram_trt.plugins.onnx_translation import PLUGIN_ATTRIBUTES
 from engram_trt.plugins.quantize_dequantize.spec import SPEC as QUANTIZE_DEQUANTIZE
 from engram_trt.plugins.spec import NAMESPACE
 

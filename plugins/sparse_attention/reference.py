@@ -53,37 +53,56 @@ def sparse_attention(
         [batch, tokens, heads, head_dim] in q's dtype.
     """
     listed = window_positions(start_positions, q.shape[1], window_size)
-    rows = gather_rows(window_kv, ring_slots(listed, window_kv))
-    if compressed_kv is not None and topk_indices is not None:
-        entries = topk_indices.to(torch.int64)
-        rows = torch.cat([rows, gather_rows(compressed_kv, entries.clamp(min=0))], dim=2)
-        listed = torch.cat([listed, entries], dim=2)
-    return attend(q, rows, listed >= 0, attn_sink, softmax_scale)
+    # A slot never written may hold NaN, and 0 * NaN would reach the sums. To blank gathered rows is dear; so what is
+    # not there is replaced by a row that is: position 0, which every window that starts before it holds.
+    rows = gather_rows(window_kv, ring_slots(listed.clamp(min=0), window_kv)).to(torch.float32)
+    queries = q.to(torch.float32)
+    scores = masked_scores(queries, rows, listed >= 0, softmax_scale)
+    if compressed_kv is None or topk_indices is None:
+        probabilities, denominator = softmax_with_sink(scores, attn_sink, q.dtype)
+        return (torch.matmul(probabilities, rows) / denominator).to(q.dtype)
+    entries = topk_indices.to(torch.int64)
+    last = entries.amax(dim=-1, keepdim=True)
+    selected = torch.where(entries >= 0, entries, last.clamp(min=0))
+    selected_rows = gather_rows(compressed_kv, selected).to(torch.float32)
+    selected_scores = masked_scores(queries, selected_rows, entries >= 0, softmax_scale)
+    probabilities, denominator = softmax_with_sink(torch.cat([scores, selected_scores], dim=-1), attn_sink, q.dtype)
+    near, far = torch.split(probabilities, [window_size, entries.shape[-1]], dim=-1)
+    far_sum = torch.where(last.unsqueeze(-1) >= 0, torch.matmul(far, selected_rows), 0)
+    return ((torch.matmul(near, rows) + far_sum) / denominator).to(q.dtype)
 
 
-def attend(q: Tensor, rows: Tensor, valid: Tensor, attn_sink: Tensor, softmax_scale: float) -> Tensor:
-    """Softmax over gathered rows, with a sink in the denominator only.
-
-    Statistics are float32 whatever the dtype; probabilities are rounded to the rows' dtype before the product.
-    A token that attends to nothing gets zeros.
+def masked_scores(queries: Tensor, rows: Tensor, valid: Tensor, softmax_scale: float) -> Tensor:
+    """Scaled products of every head with a list of rows, `MASKED` where a row does not count.
 
     Args:
-        q: [batch, tokens, heads, head_dim].
-        rows: [batch, tokens, k, head_dim], K = V.
+        queries: [batch, tokens, heads, head_dim] float32.
+        rows: [batch, tokens, k, head_dim] float32, K = V.
         valid: [batch, tokens, k] bool.
-        attn_sink: [heads] float32.
         softmax_scale: factor of q.k.
 
     Returns:
-        [batch, tokens, heads, head_dim] in q's dtype.
+        [batch, tokens, heads, k] float32.
     """
-    # A slot never written may hold NaN, and 0 * NaN would reach the sum: blank the row, do not only mask it.
-    rows = torch.where(valid.unsqueeze(-1), rows, 0)
-    scores = torch.matmul(q.to(torch.float32), rows.to(torch.float32).transpose(2, 3)) * softmax_scale
-    scores = torch.where(valid.unsqueeze(2), scores, MASKED)
+    scores = torch.matmul(queries, rows.transpose(2, 3)) * softmax_scale
+    return torch.where(valid.unsqueeze(2), scores, MASKED)
+
+
+def softmax_with_sink(scores: Tensor, attn_sink: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Numerators and denominator of a softmax whose sink counts in the denominator only.
+
+    Statistics are float32 whatever the dtype; numerators are rounded to the rows' dtype, as before their product.
+
+    Args:
+        scores: [batch, tokens, heads, k] float32.
+        attn_sink: [heads] float32.
+        dtype: of the rows.
+
+    Returns:
+        numerators [batch, tokens, heads, k], denominator [batch, tokens, heads, 1], float32.
+    """
     sink = attn_sink.reshape(-1, 1)
     maximum = torch.maximum(scores.amax(dim=-1, keepdim=True), sink)
-    probabilities = torch.exp(scores - maximum)
-    denominator = probabilities.sum(dim=-1, keepdim=True) + torch.exp(sink - maximum)
-    weighted = torch.matmul(probabilities.to(rows.dtype).to(torch.float32), rows.to(torch.float32))
-    return (weighted / denominator).to(q.dtype)
+    numerators = torch.exp(scores - maximum)
+    denominator = numerators.sum(dim=-1, keepdim=True) + torch.exp(sink - maximum)
+    return numerators.to(dtype).to(torch.float32), denominator

@@ -16,7 +16,7 @@ from engram_trt.export.accuracy.polygraphy_loader import PROMPT_FILE
 from engram_trt.export.accuracy.stage_inputs import Feed, capture_inputs
 from engram_trt.export.torch_runner import TorchStageRunner
 from engram_trt.plugins.moe_experts.reference import WEIGHT_EPS
-from engram_trt.plugins.onnx_translation import OPSET
+from engram_trt.plugins.onnx_exporter import OPSET
 from engram_trt.plugins.registry import SPECS
 from engram_trt.runtime.artifact import Artifact
 from engram_trt.runtime.engine import Engine

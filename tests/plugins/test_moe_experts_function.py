@@ -17,8 +17,9 @@ from onnx import helper
 from engram_trt.plugins.moe_experts import reference
 from engram_trt.plugins.moe_experts.onnx_op import function
 from engram_trt.plugins.moe_experts.spec import SPEC
+from engram_trt.plugins.onnx_exporter import OPSET
 from engram_trt.plugins.onnx_functions import NodeVariant
-from engram_trt.plugins.onnx_translation import OPSET, PLUGIN_ATTRIBUTES
+from engram_trt.plugins.onnx_translation import PLUGIN_ATTRIBUTES
 from engram_trt.plugins.quantize_dequantize import onnx_op as rounding
 from engram_trt.plugins.quantize_dequantize.spec import SPEC as ROUNDING
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,6 +141,12 @@ class Checkpoint:
         """The raw bytes of a tensor, block by block, read and not mapped; see `read_blocks`."""
         entry = self.entry(name)
         return read_blocks(self._shards[entry.shard], entry, block_bytes)
+
+    def expect(self, name: str) -> None:
+        """Ask the system to read a tensor in the background; it may do nothing."""
+        entry = self.entry(name)
+        with opened_shard(self._shards[entry.shard]) as file:
+            os.posix_fadvise(file.fileno(), entry.offset, entry.nbytes, os.POSIX_FADV_WILLNEED)
 
     def header(self, name: str) -> ShardHeader:
         """The header of the shard that holds a tensor."""

@@ -107,9 +107,7 @@ def run_eager(artifact: Artifact, spec: StageSpec) -> list[StepResult]:
     """The same steps in the torch module, whose reference takes one chosen expert after the other."""
     source = CheckpointSource(checkpoint=artifact.checkpoint)
     compute = ComputeConfig.from_deployment(artifact.manifest.deployment)
-    with torch.device("meta"):
-        module = stage_module(spec, artifact.config, compute, None)
-    module = module.to_empty(device="cpu")
+    module = stage_module(spec, artifact.config, compute, None)
     load_stage(module, spec, source)
     source.drop_pages()
     limits = symbol_limits(artifact.config, LIMITS)

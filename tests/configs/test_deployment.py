@@ -91,6 +91,18 @@ def test_an_unknown_preset_is_an_error() -> None:
         ({"devices": ["cpu", "cpu"]}, "devices"),
         ({"devices": "cpu"}, "devices"),
         ({"devices": [1]}, "devices"),
+        ({"devices": ["cpu", "gpu:1"]}, "devices[1]"),
+        ({"devices": ["cuda"]}, "devices[0]"),
+        ({"devices": ["cpu:x"]}, "devices[0]"),
+        ({"stages": [{"device": "cpu", "layers": []}]}, "stages[0].layers"),
+        ({"devices": ["cpu:0", "cpu:1"], "stages": [{"device": "cpu:0", "layers": [0, 1]}]}, "stages"),
+        (
+            {
+                "devices": ["cpu:0", "cpu:1"],
+                "stages": [{"device": d, "layers": [n, n]} for n, d in enumerate(["cpu:0", "cpu:1", "cpu:0"])],
+            },
+            "stages",
+        ),
         ({"stages": [{"device": "cuda:9", "layers": [0, 1]}]}, "stages[0].device"),
         ({"stages": [{"device": "cpu", "layers": [1, 2]}]}, "stages[0].layers"),
         ({"stages": [{"device": "cpu", "layers": [0, 2]}, {"device": "cpu", "layers": [2, 3]}]}, "stages[1].layers"),
@@ -155,3 +167,47 @@ def test_taps_need_draft_stages() -> None:
     config = ModelConfig.from_dict(model_preset("tiny").to_flat_dict() | {"dspark_block_size": 0})
     with pytest.raises(DeploymentError, match="dspark_taps"):
         DeploymentConfig(dspark_taps=True).require_fits(config)
+
+
+@pytest.mark.parametrize(("second", "message"), [([5, 11], "layer 5 is placed twice"), ([7, 11], "layer 6 is placed")])
+def test_a_layer_that_is_placed_twice_or_never_is_named(second: list[int], message: str) -> None:
+    stages = [{"device": "cpu:0", "layers": [0, 5]}, {"device": "cpu:1", "layers": second}]
+    with pytest.raises(DeploymentError, match=message):
+        DeploymentConfig.from_dict({"devices": ["cpu:0", "cpu:1"], "stages": stages})
+
+
+class TestForAnArtifact:
+    """A file read beside an export says where stages run, and may not ask for other graphs."""
+
+    exported = DeploymentConfig.from_dict({"dspark_taps": True, "limits": {"max_batch": 3}})
+
+    def read(self, path: Path, text: str) -> DeploymentConfig:
+        path.write_text(text)
+        return DeploymentConfig.for_artifact(path, self.exported)
+
+    def test_devices_are_taken_and_the_rest_stays(self, tmp_path: Path) -> None:
+        text = 'devices = ["cpu:0", "cpu:1"]\n[engram]\nresidency = "mmap"\n[limits]\nmax_batch = 3\n'
+        chosen = self.read(tmp_path / "d.toml", text)
+        assert chosen.devices == ("cpu:0", "cpu:1")
+        assert (chosen.dspark_taps, chosen.limits, chosen.engram.residency) == (True, self.exported.limits, "mmap")
+        assert self.read(tmp_path / "e.toml", "") == self.exported
+
+    def test_other_devices_void_the_exported_stages(self, tmp_path: Path) -> None:
+        stages = [{"device": "cpu:0", "layers": [0, 5]}, {"device": "cpu:1", "layers": [6, 11]}]
+        placed = DeploymentConfig.from_dict({"devices": ["cpu:0", "cpu:1"], "stages": stages})
+        (tmp_path / "one.toml").write_text('devices = ["cpu"]')
+        assert DeploymentConfig.for_artifact(tmp_path / "one.toml", placed).stages == ()
+
+    @pytest.mark.parametrize(
+        ("text", "key"),
+        [
+            ('dtype = "bfloat16"', "dtype"),
+            ("dspark_taps = false", "dspark_taps"),
+            ("[limits]\nmax_batch = 4", "limits"),
+            ('cache_quantization = "reference"', "cache_quantization"),
+        ],
+    )
+    def test_another_graph_is_refused(self, tmp_path: Path, text: str, key: str) -> None:
+        with pytest.raises(DeploymentError, match="as the artefact was exported") as caught:
+            self.read(tmp_path / "d.toml", text)
+        assert caught.value.where == f"{tmp_path / 'd.toml'}: {key}"

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import combinations, pairwise
 from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 
-from engram_trt.runtime.artifact import Artifact, open_backend
 from engram_trt.runtime.distributed.chain import Ring, RingChain
 from engram_trt.runtime.distributed.mail import Transport
 from engram_trt.runtime.distributed.routes import Routes
 from engram_trt.runtime.distributed.worker import Worker
-from engram_trt.runtime.engine import Engine
-from engram_trt.runtime.placement import PlacedStages
+from engram_trt.runtime.engine import Engine, EnginePart
+from engram_trt.runtime.placement import PlacedStages, pieces_of
+from engram_trt.runtime.timeline import Timeline
 
 
 class QueueTransport(Transport):
@@ -43,31 +44,64 @@ def raise_it(error: Exception) -> None:
 
 
 @contextmanager
-def ring_engine(artifact: Artifact, placed: tuple[PlacedStages, ...], backend: str = "onnxruntime") -> Iterator[Engine]:
-    """Rank 0's engine of a chain whose other ranks are threads."""
+def ring_engine(
+    whole: Engine,
+    placed: Sequence[PlacedStages],
+    spans: list[str] | None = None,
+    workers: list[Worker] | None = None,
+) -> Iterator[Engine]:
+    """Rank 0's engine of a chain whose other ranks are threads.
+
+    Args:
+        whole: gives every rank its loaded stages; stays open.
+        placed: the stages of each rank.
+        spans: receives what the other ranks publish.
+        workers: receives the other ranks.
+    """
     queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in placed]
-    routes, deployment = Routes(placed), artifact.manifest.deployment
-    engines, spans = [], list[str]()
-    for range_ in placed:
-        opened = open_backend(backend, artifact)
-        layers = {stage.layer_id for stage in range_.stages if stage.layer_id is not None}
-        store = artifact.engram_store(opened, deployment.engram, layers)
-        part = replace(range_, device="cpu")
-        engines.append(Engine.load_placed(artifact.config, deployment, (part,), {"cpu": opened}, store))
+    routes, runners = Routes(placed), {runner.spec.name: runner for runner in whole.runners}
+    engines = []
+    for number, range_ in enumerate(placed):
+        own = tuple(runners[stage.name] for stage in range_.stages)
+        part = EnginePart(device="cpu", backend=whole.backend, runners=own)
+        engines.append(replace(whole, stages=range_.stages, parts=(part,), timeline=Timeline(number)))
     threads = []
     for rank in range(1, len(placed)):
         transport = QueueTransport(queues[rank], queues[rank - 1])
-        worker = Worker(engines[rank], routes, rank, transport, raise_it, spans.append)
+        publish = raise_it if spans is None else spans.append
+        worker = Worker(engines[rank], routes, rank, transport, raise_it, publish)  # type: ignore[arg-type]
+        if workers is not None:
+            workers.append(worker)
         threads.append(threading.Thread(target=worker.serve, daemon=True))
         threads[-1].start()
-    ring = Ring(routes, tuple(sorted(engines[0].symbol_limits)), QueueTransport(queues[0], queues[-1]), raise_it)
-    yield replace(engines[0], open_chain=lambda engine, sizes: RingChain(engine, sizes, ring))
+    ring = Ring(routes, tuple(sorted(whole.symbol_limits)), QueueTransport(queues[0], queues[-1]), raise_it)
+    first = replace(engines[0], open_chain=lambda engine, sizes: RingChain(engine, sizes, ring))
+    if spans is not None:
+        ring.record(is_on=True)
+    yield first
+    if spans is not None:
+        ring.record(is_on=False)
     ring.end()
     for thread in threads:
         thread.join(timeout=30)
         assert not thread.is_alive()
-    for engine in engines:
-        engine.__exit__()
+
+
+def placements(whole: Engine, max_ranks: int) -> list[tuple[PlacedStages, ...]]:
+    """Every way to spread a chain's pieces over 1..max_ranks ranks."""
+    pieces = pieces_of(whole.stages, whole.config)
+    found = []
+    for ranks in range(1, max_ranks + 1):
+        for cuts in combinations(range(1, len(pieces)), ranks - 1):
+            ends = [0, *cuts, len(pieces)]
+            groups = [pieces[start:stop] for start, stop in pairwise(ends)]
+            found.append(
+                tuple(
+                    PlacedStages(device=f"cpu:{number}", stages=tuple(stage for piece in group for stage in piece))
+                    for number, group in enumerate(groups)
+                )
+            )
+    return found
 
 
 def arrays_equal(first: np.ndarray[Any, Any], second: np.ndarray[Any, Any]) -> bool:

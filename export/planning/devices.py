@@ -81,7 +81,7 @@ def device_phases(
     """Bytes by phase and purpose on the device that has these stages.
 
     Buffers are allocated once at their largest size, so caches and activations are the same in both phases of a
-    session; scratch memory is shared by the stages and follows the step.
+    session; scratch memory follows the step.
     """
     limits = symbol_limits(config, deployment.limits)
     dtype = deployment.dtype
@@ -102,11 +102,13 @@ def device_phases(
     for phase, tokens in (("prefill", limits["tokens"]), ("decode", 1)):
         sizes = {**limits, "tokens": tokens}
         rows = sizes["batch"] * tokens
+        # A GPU's scratch memory is shared by all stages; ONNX Runtime gives every stage an arena of its own.
+        together = max if gpu else sum
         phases[phase] = fixed | {
-            "indexer_workspace": max(
-                (indexer_workspace(s.spec, config, dtype, sizes, gpu=gpu) for s in stages), default=0
+            "indexer_workspace": together(
+                [indexer_workspace(s.spec, config, dtype, sizes, gpu=gpu) for s in stages] or [0]
             ),
-            "intermediates": max((intermediate_bytes(s.spec, config, dtype, rows) for s in stages), default=0),
+            "intermediates": together([intermediate_bytes(s.spec, config, dtype, rows) for s in stages] or [0]),
         }
     return {name: {**parts, "total": sum(parts.values())} for name, parts in phases.items()}
 

@@ -13,8 +13,12 @@ GIB = 1 << 30
 
 TOOLCHAIN_BYTES = 560 << 20
 """Resident memory of a process with torch and onnx imported; seen in the records of the export benchmark."""
-RUNTIME_BYTES = 220 << 20
-"""The same with ONNX Runtime or a CUDA context, before anything is loaded."""
+RUNTIME_BYTES = 66 << 20
+"""The same with numpy, a tokenizer and ONNX Runtime, before anything is loaded."""
+CUDA_HOST_BYTES = 400 << 20
+"""What a CUDA context and a TensorRT runtime add to it."""
+STAGE_BYTES = 18 << 18
+"""Graph, kernels and arena of one ONNX Runtime session."""
 WORKING_BYTES = 320 << 20
 """What an export process adds to that: a graph, a few pieces of weights, and pages of the tensor being read."""
 GRAPH_BYTES = 350_000
@@ -61,7 +65,7 @@ def run_needs(
     tables = [stage for stage in stages if stage.table_bytes]
     fetched = [stage for stage in tables if residency_of(stage, deployment) != "device"]
     parts = {
-        "process": RUNTIME_BYTES,
+        "process": RUNTIME_BYTES + (CUDA_HOST_BYTES if gpu else len(stages) * STAGE_BYTES),
         "engram_tables": sum(s.table_bytes for s in fetched if residency_of(s, deployment) == "host"),
         "engram_cache": sum(
             deployment.engram.cache_mib << 20

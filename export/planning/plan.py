@@ -233,10 +233,15 @@ class Plan:
 
 
 def _specs(request: PlanRequest) -> tuple[StageSpec, ...]:
-    """The chain, less the layers that a partial checkpoint lacks."""
-    deployment, layers = request.deployment, request.facts.layers
-    specs = chain_specs(request.facts.config, deployment.dtype, packed_experts=True, dspark_taps=deployment.dspark_taps)
-    return tuple(spec for spec in specs if layers is None or spec.layer_id is None or spec.layer_id in layers)
+    """The chain; of a partial checkpoint its blocks, which is what an export of it makes."""
+    deployment, facts = request.deployment, request.facts
+    return chain_specs(
+        facts.config,
+        deployment.dtype,
+        packed_experts=True,
+        dspark_taps=deployment.dspark_taps,
+        layers=facts.layers,
+    )
 
 
 def replace_experts(work: StepWork, stage: StageBytes, experts: int, chosen: int, ranks: int) -> StepWork:

@@ -16,6 +16,8 @@ PLANNED_SM = 90
 """Compute capability whose kernels the workspace is asked for; others need the same within a few KiB."""
 
 FLOAT_BYTES = 4
+ARENA_GROWTH = 2
+"""ONNX Runtime's arena grows by doubling, and keeps what earlier, smaller steps took."""
 
 
 def indexer_workspace(stage: StageSpec, config: ModelConfig, dtype: str, sizes: Mapping[str, int], *, gpu: bool) -> int:
@@ -37,7 +39,7 @@ def indexer_workspace(stage: StageSpec, config: ModelConfig, dtype: str, sizes: 
     heads, width = config.index_n_heads, config.index_head_dim
     visible = sizes[f"visible_r{layer.compress_ratio}"]
     if not gpu:
-        return batch * tokens * visible * (2 * heads + 2) * FLOAT_BYTES
+        return ARENA_GROWTH * batch * tokens * visible * (2 * heads + 2) * FLOAT_BYTES
     blocks = config.candidate_topk_blocks, config.candidate_block_size
     return _plugin_workspace(
         (batch, tokens, heads, width),

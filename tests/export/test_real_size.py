@@ -14,6 +14,7 @@ import pytest
 from engram_trt.configs.artifact import Manifest
 from engram_trt.configs.checkpoint import Checkpoint
 from engram_trt.configs.deployment import DeploymentConfig
+from engram_trt.configs.limits import Limits
 from engram_trt.configs.preset_files import model_preset
 from engram_trt.export.dry_run import planned_files
 from engram_trt.export.pipeline import ExportRequest, export_checkpoint
@@ -34,6 +35,10 @@ OPEN = MEASURED.format(
     body="from engram_trt.configs.checkpoint import Checkpoint\nresult = len(Checkpoint.open(sys.argv[1]).names())"
 )
 EXPORT = MEASURED.format(body="from engram_trt.runtime.cli import main\nresult = main(sys.argv[1:])")
+RUN_STACKED = MEASURED.format(
+    body="from pathlib import Path\nsys.path.insert(0, sys.argv[2])\n"
+    "from released_layer import run_stacked\nresult = run_stacked(Path(sys.argv[1]))"
+)
 RUN = MEASURED.format(
     body="from pathlib import Path\nsys.path.insert(0, sys.argv[2])\n"
     "from released_layer import check_layer\nresult = check_layer(Path(sys.argv[1]))"
@@ -154,4 +159,11 @@ def test_a_layer_is_exported_and_run_in_bounded_memory(tmp_path: Path) -> None:
     assert result["largest_difference"] < 1e-3
     assert int(str(found["peak_bytes"])) < 12 * GIB
     shutil.rmtree(artifact)
+    stacked = tmp_path / "stacked"
+    measured(EXPORT, "export", checkpoint, "--out", stacked, "--layers", SOURCE)
+    found = measured(RUN_STACKED, stacked, HELPERS)
+    deployment = DeploymentConfig(limits=Limits(max_batch=1, max_step_tokens=16, max_context=64, max_rollback=4))
+    plan = Plan.of(PlanRequest(facts=model_facts(str(checkpoint)), deployment=deployment, num_gpus=0))
+    assert int(str(found["peak_bytes"])) == pytest.approx(plan.host()["total"], rel=0.1)
+    shutil.rmtree(stacked)
     shutil.rmtree(checkpoint)

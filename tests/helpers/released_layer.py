@@ -162,6 +162,14 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def run_stacked(folder: Path) -> dict[str, object]:
+    """The steps through ONNX Runtime alone, experts as the artefact binds them."""
+    artifact = Artifact.open(folder, verify="none")
+    (spec,) = [spec for spec in artifact.stages if spec.layer_id is not None]
+    steps = run_onnxruntime(artifact, spec)
+    return {"step_s": {str(step.tokens): round(step.seconds, 3) for step in steps}}
+
+
 def check_layer(folder: Path) -> dict[str, object]:
     """Run both over the artefact's one block; facts for a record."""
     artifact = Artifact.open(folder, verify="none")

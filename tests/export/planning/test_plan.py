@@ -94,6 +94,43 @@ def test_bytes_of_a_session_are_what_the_runtime_allocates(tiny_artifact: Path) 
         assert parts["engram_staging"] == sum(buffer.num_elements * widths[buffer.dtype] for buffer in buffers)
 
 
+FULL_CONTEXT = """
+import resource, sys
+from dataclasses import replace
+from pathlib import Path
+from engram_trt.configs.limits import Limits
+from engram_trt.runtime.artifact import Artifact
+from engram_trt.runtime.session import Session
+artifact = Artifact.open(Path(sys.argv[1]))
+limits = Limits(max_batch=1, max_step_tokens=128, max_context=1024, max_rollback=8)
+with artifact.engine(deployment=replace(artifact.manifest.deployment, limits=limits)) as engine:
+    session = Session(engine)
+    session.prefill(session.add(), [3 + n % 900 for n in range(1024)])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def test_peak_memory_is_as_planned(tiny_artifact: Path) -> None:
+    """A whole context through every stage, in a process of its own."""
+    command = [sys.executable, "-c", FULL_CONTEXT, str(tiny_artifact)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    limits = Limits(max_batch=1, max_step_tokens=128, max_context=1024, max_rollback=8)
+    deployment = replace(Artifact.open(tiny_artifact).manifest.deployment, limits=limits)
+    plan = Plan.of(PlanRequest(facts=model_facts("tiny"), deployment=deployment, num_gpus=0))
+    assert int(done.stdout) == pytest.approx(plan.host()["total"], rel=0.1)
+
+
+def test_every_stage_says_how_it_was_loaded(tiny_artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", str(tiny_artifact), "--backends", "onnxruntime", "--prompt-tokens", "2", "--decode-steps", "1"]
+    assert main([*command, "--verify", "full", "--json"]) == 0
+    results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    (load,) = [result for result in results if result["benchmark"] == "load"]
+    artifact = Artifact.open(tiny_artifact)
+    plan = Plan.of(PlanRequest(facts=model_facts("tiny"), deployment=artifact.manifest.deployment, num_gpus=0))
+    assert load["stage_bytes"] == {stage.spec.name: stage.data_bytes + stage.expert_bytes for stage in plan.stages}
+    assert set(load["stage_ms"]) == {spec.name for spec in artifact.stages}
+
+
 def test_files_of_an_export_are_as_planned(tiny_artifact: Path) -> None:
     artifact = Artifact.open(tiny_artifact)
     plan = Plan.of(PlanRequest(facts=model_facts("tiny"), deployment=artifact.manifest.deployment, num_gpus=0))
@@ -277,5 +314,5 @@ def test_a_partial_checkpoint_is_planned_as_one(tmp_path: Path) -> None:
     synthesize(SynthRequest(config=model_preset("tiny"), out=tmp_path / "part", layers=(2, 3)))
     facts = model_facts(str(tmp_path / "part"))
     plan = Plan.of(PlanRequest(facts=facts, deployment=DeploymentConfig(), num_gpus=0))
-    assert [stage.spec.layer_id for stage in plan.stages if stage.spec.layer_id is not None] == [2, 3]
+    assert [stage.spec.layer_id for stage in plan.stages] == [2, 3]
     assert plan.to_json()["partial_layers"] == [2, 3]

@@ -25,7 +25,12 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_verify_option(parser)
     parser.add_argument("--level", choices=_LEVELS, default="chain", help="how closely to look (%(default)s)")
     parser.add_argument("--backends", metavar="NAMES", help="what to compare, separated by commas (onnxruntime)")
-    parser.add_argument("--reference", metavar="NAME", default="torch", help="what to compare with (%(default)s)")
+    parser.add_argument(
+        "--reference",
+        metavar="NAME",
+        default="torch",
+        help="back end, or saved outputs (.json), to compare with",
+    )
     parser.add_argument("--stages", metavar="NAMES", default="", help="stages to report, separated by commas (all)")
     parser.add_argument("--prompts", metavar="FILE", type=Path, help="UTF-8 text, a blank line behind each prompt")
     parser.add_argument("--num-prompts", metavar="N", type=int, default=64, help="of the default set (%(default)s)")
@@ -39,6 +44,13 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bisect", action="store_true", help="go down from the first divergent stage to the op")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first difference")
     parser.add_argument("--tolerances", metavar="FILE", type=Path, help="limits of a calibration (the artefact's own)")
+    parser.add_argument(
+        "--stale-index-keys",
+        action="store_true",
+        help="let the eager reference reproduce the published code's stale index keys in decode",
+    )
+    parser.add_argument("--save-outputs", metavar="FILE", type=Path, help="only run the back end and save its outputs")
+    parser.add_argument("--load-outputs", metavar="FILE", type=Path, help="compare saved outputs instead of a back end")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the outcome as JSON")
 
 
@@ -50,8 +62,8 @@ def _run(arguments: argparse.Namespace) -> int:
             expected="one of them",
             remedy="See `engram-trt compare --help`.",
         )
-    for option in ("json",):
-        _require_folder_of(option, getattr(arguments, option))
+    for option in ("json", "save_outputs"):
+        _require_folder_of(option.replace("_", "-"), getattr(arguments, option))
     return _golden(arguments) if arguments.artifact is None else _artifact(arguments)
 
 
@@ -76,9 +88,17 @@ def _artifact(arguments: argparse.Namespace) -> int:
         bisect=arguments.bisect,
         keep_going=arguments.keep_going,
         tolerances=arguments.tolerances,
+        stale_keys=arguments.stale_index_keys,
+        saved=arguments.load_outputs,
     )
     with _progress() as progress:
-        report = Comparison(request, progress).run()
+        comparison = Comparison(request, progress)
+        if arguments.save_outputs is not None:
+            _require_one_backend(request.backends)
+            comparison.save(arguments.save_outputs)
+            print(f"{arguments.save_outputs}: outputs of {request.backends[0]}")
+            return 0
+        report = comparison.run()
     print_report(report, Console(width=WIDTH, highlight=False))
     _write_json(arguments.json, report.as_json())
     return report.exit_code
@@ -128,6 +148,16 @@ def _names(option: str, text: str) -> tuple[str, ...]:
             option, found=repr(text), expected="names separated by commas", remedy="Leave it out for the default."
         )
     return names
+
+
+def _require_one_backend(names: tuple[str, ...]) -> None:
+    if len(names) != 1:
+        raise RequestError(
+            "--save-outputs",
+            found=f"{len(names)} back ends",
+            expected="one back end per file",
+            remedy="Name one with --backends.",
+        )
 
 
 def _positive(option: str, value: int) -> int:

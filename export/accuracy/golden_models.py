@@ -24,13 +24,15 @@ from engram_trt.export.accuracy.golden_steps import (
     tapped,
 )
 from engram_trt.export.accuracy.golden_tolerance import END_TO_END, LOGITS, VOID_MARGINS, distance
+from engram_trt.export.accuracy.stale_keys import stale_index_keys
 
-PARTS = ("prefill", "decode", "caches", "prefill_lengths")
+AS_IS = "decode_asis"
+PARTS = ("prefill", "decode", "caches", "prefill_lengths", AS_IS)
 NOT_RUN = {
-    "decode_asis": "the reference's hand-off of stale index keys; `decode` is the target, this only explains it",
     "spec": "the draft forward is not part of this version",
 }
 NO_STREAMS = "holds no streams to feed the blocks with, and end to end a model that rounds and chooses is chaotic"
+AS_IS_ONLY_TORCH = "stale index keys in decode are reproduced by the eager modules only; the target is `decode`"
 BFLOAT16_ONLY_TORCH = "torch only: ONNX Runtime has no bfloat16 kernels for the CPU"
 
 Progress = Callable[[str], None]
@@ -51,7 +53,7 @@ class ModelComparison:
         self.parts = {
             part: folder.vectors(file, backend, self.results)
             for part in PARTS
-            if folder.has(file := model_file(name, f"{mode}.{part}"))
+            if folder.has(file := model_file(name, f"{mode}.{part}")) and not _reason_not_run(mode, part, backend)
         }
 
     def run(self) -> Results:
@@ -93,9 +95,21 @@ class ModelComparison:
         self._chunked()
         self._ragged()
         self._prefill_lengths()
-        for part in ("prefill", "decode"):
+        self._as_is()
+        for part in ("prefill", "decode", AS_IS):
             if part in self.parts:
                 self._comparison(part, 0, 0).note_rest(self.backend)
+
+    def _as_is(self) -> None:
+        """The published code's stale index keys in decode, switched on in the eager modules."""
+        model, session = self.model, self.session
+        if AS_IS not in self.parts or model.length <= model.prefill_len:
+            return
+        with stale_index_keys(session.engine):
+            start_rows(session, model)
+            run_span(session, model, 0, [model.prefill_len])
+            span = run_span(session, model, model.prefill_len, [1] * (model.length - model.prefill_len))
+        self._compare(AS_IS, span, model.prefill_len, model.length)
 
     def _comparison(self, part: str, start: int, stop: int, label: str = "") -> SpanComparison:
         return SpanComparison(
@@ -262,6 +276,8 @@ def _reason_not_run(mode: str, part: str, backend: str) -> str:
         return NOT_RUN[part]
     if mode not in VOID_MARGINS or part not in PARTS:
         return "a kind of file this version does not know"
+    if part == AS_IS and backend != "torch":
+        return AS_IS_ONLY_TORCH
     if mode.startswith("bf16") and backend != "torch":
         return BFLOAT16_ONLY_TORCH
     return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,11 +16,20 @@ from engram_trt.export.accuracy.divergence.lockstep import Divergence, Lockstep
 from engram_trt.export.accuracy.divergence.op_level import compare_ops
 from engram_trt.export.accuracy.divergence.prompts import PromptSet, default_prompts, prompts_from_file
 from engram_trt.export.accuracy.divergence.report import ComparisonReport
+from engram_trt.export.accuracy.divergence.saved import (
+    Provenance,
+    compare_steps,
+    load_outputs,
+    run_chain,
+    save_outputs,
+)
 from engram_trt.export.accuracy.divergence.ties import Explainer
 from engram_trt.export.accuracy.divergence.tokens import chain_logits, compare_tokens
 from engram_trt.export.accuracy.divergence.tolerances import artifact_digest, read_limits
+from engram_trt.export.accuracy.stale_keys import stale_index_keys
 from engram_trt.runtime.artifact import Artifact
 from engram_trt.runtime.engine import Engine
+from engram_trt.runtime.stage_runners.contract import Array
 
 Level = Literal["op", "stage", "chain", "tokens"]
 LEVELS: tuple[Level, ...] = ("op", "stage", "chain", "tokens")
@@ -46,6 +55,8 @@ class CompareRequest:
         bisect: go down from the first divergent stage to the op.
         keep_going: do not stop at the first difference.
         tolerances: a file of a calibration; the artefact's own by default.
+        stale_keys: the eager reference reproduces the published code's stale index keys (see `stale_keys.py`).
+        saved: outputs of another machine, compared instead of back ends that run here.
     """
 
     artifact: Artifact
@@ -60,6 +71,8 @@ class CompareRequest:
     bisect: bool = False
     keep_going: bool = False
     tolerances: Path | None = None
+    stale_keys: bool = False
+    saved: Path | None = None
 
 
 class Comparison:
@@ -82,16 +95,72 @@ class Comparison:
 
     def run(self) -> ComparisonReport:
         """Open the sides, compare every back end, close them."""
+        if self.request.saved is not None or self._reference_file is not None:
+            return self.report(list(self._apart()))
         with ExitStack() as stack:
             reference = stack.enter_context(self.artifact.engine(self.request.reference))
             eager = reference
             if self.request.reference != TORCH:
                 eager = stack.enter_context(self.artifact.engine(TORCH))
+            if self.request.stale_keys:
+                stack.enter_context(stale_index_keys(reference))
             outcomes = []
             for name in self.request.backends:
                 with self.artifact.engine(name) as candidate:
                     outcomes.append(self.compare(name, reference, candidate, eager))
         return self.report(outcomes)
+
+    @property
+    def provenance(self) -> Provenance:
+        """What saved outputs of this comparison belong to."""
+        level = "tokens" if self.request.level == "tokens" else "chain"
+        return Provenance(
+            artifact_sha256=artifact_digest(self.artifact), prompts_sha256=self.prompts.digest, level=level
+        )
+
+    def save(self, path: Path) -> None:
+        """Run the one back end and write its outputs, for a comparison elsewhere."""
+        (name,) = self.request.backends
+        with self.artifact.engine(name) as engine:
+            save_outputs(path, name, self._live(engine), self.provenance)
+
+    @property
+    def _reference_file(self) -> Path | None:
+        path = Path(self.request.reference)
+        return path if path.suffix == ".json" else None
+
+    def _live(self, engine: Engine) -> Iterator[Mapping[str, Array]]:
+        return run_chain(engine, self.prompts, self.request.level == "tokens")
+
+    def _apart(self) -> Iterator[Outcome]:
+        """Compare where at least one side was computed elsewhere."""
+        request = self.request
+        if request.free or request.level not in ("chain", "tokens") or request.bisect:
+            raise RequestError(
+                "saved outputs",
+                found="another level, free mode or a bisection",
+                expected="--level chain or tokens, teacher-forced, without --bisect",
+                remedy="Leave the options out: what was computed elsewhere cannot be run again here.",
+            )
+        specs = {f"{stage.name}.{spec.name}": spec for stage in self.artifact.stages for spec in stage.outputs}
+        for name in (None,) if request.saved is not None else request.backends:
+            with ExitStack() as stack:
+                label, found = self._side(stack, request.saved, name)
+                reference_name, reference = self._side(stack, self._reference_file, request.reference)
+                outcome = Outcome(level=request.level, backend=label, reference=reference_name)
+                compare_steps(
+                    reference, found, specs, self.limits, outcome, self.progress, stop_at_first=not request.keep_going
+                )
+            yield outcome
+
+    def _side(
+        self, stack: ExitStack, saved: Path | None, backend: str | None
+    ) -> tuple[str, Iterable[Mapping[str, Array]]]:
+        if saved is not None:
+            name, steps = load_outputs(saved, self.provenance)
+            return f"{name} ({saved.name})", steps
+        engine = stack.enter_context(self.artifact.engine(backend or TORCH))
+        return backend or TORCH, self._live(engine)
 
     def report(self, outcomes: Sequence[Outcome]) -> ComparisonReport:
         """One report of all back ends."""
@@ -135,7 +204,8 @@ class Comparison:
 
     def _chains(self, reference: Engine, candidate: Engine, eager: Engine, outcome: Outcome) -> None:
         request = self.request
-        explainer = Explainer(eager)
+        # Running an eager stage once more would publish its keys once more.
+        explainer = None if request.stale_keys else Explainer(eager)
 
         def lockstep(first: object, second: object) -> Lockstep:
             stages = frozenset(request.stages) or None
@@ -143,7 +213,7 @@ class Comparison:
             return Lockstep(first, second, self.limits, explainer, outcome, level, stages)  # type: ignore[arg-type]
 
         def explain(divergence: Divergence) -> None:
-            if not request.bisect:
+            if not request.bisect or explainer is None:
                 return
             finding = outcome.findings[0]
             if divergence.finding.cause == "own":

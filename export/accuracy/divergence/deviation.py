@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,10 +64,11 @@ def deviation(reference: Array, found: Array, limit: Limit) -> Deviation:
     tokens = reference.shape[0]
     if reference.shape != found.shape:
         return Deviation(kind="shape", errors=np.full(tokens, np.inf), wrong=np.ones(tokens, dtype=np.bool_))
+    width = math.prod(reference.shape[1:])
     if reference.dtype.kind != "f":
-        differing = (reference != found).reshape(tokens, -1).sum(axis=1)
+        differing = (reference != found).reshape(tokens, width).sum(axis=1)
         return Deviation(kind="exact", errors=differing.astype(np.float64), wrong=differing > 0)
-    first, second = reference.reshape(tokens, -1), found.reshape(tokens, -1)
+    first, second = reference.reshape(tokens, width), found.reshape(tokens, width)
     with np.errstate(invalid="ignore", over="ignore"):
         difference = np.abs(second - first)
         largest = difference.max(axis=1, initial=0.0).astype(np.float64)

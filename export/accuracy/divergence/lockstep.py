@@ -57,7 +57,7 @@ class Lockstep:
     Args:
         reference, candidate: rows are added to both in the same order.
         limits: what is accepted.
-        explainer: tells ties.
+        explainer: tells ties; None where eager stages may not run more than once a step: no ties, no edges.
         outcome: receives what is found.
         level: `stage` hands every stage the reference's inputs; `chain` lets differences travel until one is found.
         stages: names of the stages to report; all by default.
@@ -206,7 +206,7 @@ class Lockstep:
         """Once per stage, on a step of several tokens: inputs that a text does not bring about."""
         stage = reference.spec
         several = len(places.tokens.rows) > len(set(places.tokens.rows.tolist()))
-        if stage.name in self._probed or not several or not self._reported(reference):
+        if self._explainer is None or stage.name in self._probed or not several or not self._reported(reference):
             return
         self._probed.add(stage.name)
         feed = reference.feed()

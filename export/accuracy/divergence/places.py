@@ -50,11 +50,19 @@ class StepPlaces:
         config: the model.
         starts, counts: row -> first position and number of its tokens in the step.
         logits: which tokens the head computes.
+        written_only: of a cache, take the places that the step wrote instead of all that are live.
     """
 
     def __init__(
-        self, config: ModelConfig, starts: Mapping[int, int], counts: Mapping[int, int], logits: str = "last"
+        self,
+        config: ModelConfig,
+        starts: Mapping[int, int],
+        counts: Mapping[int, int],
+        logits: str = "last",
+        *,
+        written_only: bool = False,
     ) -> None:
+        self._written_only = written_only
         self._config, self._starts, self._counts = config, dict(starts), dict(counts)
         self._caches: dict[tuple[str, int, int], Places] = {}
         rows = [np.full(count, row) for row, count in self._counts.items()]
@@ -65,9 +73,9 @@ class StepPlaces:
         self.selected = self.tokens if logits == "all" else self._last()
 
     @classmethod
-    def of(cls, step: OpenStep, config: ModelConfig, logits: str = "last") -> StepPlaces:
+    def of(cls, step: OpenStep, config: ModelConfig, logits: str = "last", *, written_only: bool = False) -> StepPlaces:
         """Places of an open step."""
-        return cls(config, step.starts, step.counts, logits)
+        return cls(config, step.starts, step.counts, logits, written_only=written_only)
 
     def places(self, spec: TensorSpec, shape: tuple[int, ...]) -> Places:
         """Places of a stage's output of the given shape."""
@@ -91,12 +99,13 @@ class StepPlaces:
         return self._caches[key]
 
     def _live(self, tensor: str, ratio: int, capacity: int, row: int) -> tuple[Ids, Ids, Ids]:
+        start = self._starts[row] if self._written_only else 0
         end = self._starts[row] + self._counts[row]
         if tensor in ("compressed_kv", "index_keys"):
-            slots = np.arange(end // ratio, dtype=np.int64)
+            slots = np.arange(start // ratio, end // ratio, dtype=np.int64)
             positions = slots * ratio
         else:
             back = self._config.window_size if tensor == "window_kv" else ratio
-            positions = np.arange(max(end - back, 0), end, dtype=np.int64)
+            positions = np.arange(max(end - back, start), end, dtype=np.int64)
             slots = positions % capacity
         return np.full(slots.shape, row, dtype=np.int64), slots, positions

@@ -87,9 +87,9 @@ def trace_stage(spec: StageSpec, module: nn.Module) -> onnx.ModelProto:
             custom_translation_table=translation_table(),
             verbose=False,
         )
-    if program is None:
-        raise RuntimeError(f"{spec.name}: the exporter returned nothing")
-    model = program.model_proto
+        if program is None:
+            raise RuntimeError(f"{spec.name}: the exporter returned nothing")
+        model: onnx.ModelProto = program.model_proto
     drop_unused_outputs(model)
     _check_trace(model, names, spec)
     return model

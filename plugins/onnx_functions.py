@@ -117,10 +117,11 @@ def traced_function(reference: Callable[..., object], variant: NodeVariant, over
             custom_translation_table=dict(PRIMITIVE_TRANSLATIONS),
             verbose=False,
         )
-    if program is None:
-        raise RuntimeError(f"{variant.spec.name}: the exporter returned nothing")
-    graph = program.model_proto.graph
-    opsets = {item.domain: item.version for item in program.model_proto.opset_import}
+        if program is None:
+            raise RuntimeError(f"{variant.spec.name}: the exporter returned nothing")
+        model = program.model_proto
+    graph = model.graph
+    opsets = {item.domain: item.version for item in model.opset_import}
     if opsets.get("") != OPSET or [value.name for value in graph.input] != names:
         raise RuntimeError(f"{variant.spec.name}: opset {opsets} or inputs differ from what was asked for")
     constants = [helper.make_node("Constant", [], [tensor.name], value=tensor) for tensor in graph.initializer]

@@ -27,6 +27,12 @@ ALIGNMENT = 16
 class LaunchDriver(Protocol):
     """What of the CUDA driver a launch needs."""
 
+    ordinal: int
+    """Of its device."""
+
+    def current_ordinal(self) -> int:
+        """Of the device that is current in this thread."""
+
     def load_function(self, image: bytes, entry: str, shared_bytes: int) -> Any:
         """Load machine code and return its entry, allowed to use that much dynamic shared memory."""
 
@@ -84,6 +90,7 @@ class KernelLauncher:
         """What went wrong in the latest failed launch: TensorRT reports only that a plugin failed."""
         self._functions: dict[str, Any] = {}
         self._plans: dict[tuple[Any, ...], LaunchPlan] = {}
+        self._of_device: dict[int, KernelLauncher] = {}
         self._libraries = [library]
         for record in library:
             if record.sm == sm and record.sha256 not in self._functions:
@@ -91,17 +98,26 @@ class KernelLauncher:
                 self._functions[record.sha256] = driver.load_function(image, record.entry, record.shared_bytes)
 
     def adopt(self, other: KernelLauncher) -> None:
-        """Take over the kernels another launcher has loaded on the same GPU."""
+        """Take over the kernels another launcher has loaded on the same GPU, or its launches on another one."""
+        if other.driver.ordinal != self.driver.ordinal:
+            self._of_device[other.driver.ordinal] = other
+            return
         self._functions = {**other._functions, **self._functions}
         self._libraries.extend(other._libraries)
 
     def run(self, call: Call) -> None:
-        """Enqueue the kernels of one call, in the order of its plan.
+        """Enqueue the kernels of one call, in the order of its plan; on the device that is current, for loaded code
+        belongs to one.
 
         Raises:
             KernelError: shapes, dtypes or addresses no kernel takes, or a kernel is missing.
             BackendError: the driver refused a launch.
         """
+        if self._of_device:
+            other = self._of_device.get(self.driver.current_ordinal())
+            if other is not None:
+                other.run(call)
+                return
         plan = self._plan(call)
         spec = call.plugin.spec
         addresses = dict(zip(spec.input_names, call.input_addresses, strict=False))

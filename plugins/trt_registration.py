@@ -22,7 +22,7 @@ def register_plugins(api: TensorRT, *, sms: tuple[int, ...] = (), launcher: Kern
     Args:
         api: the TensorRT to register with.
         sms: compute capabilities that plans are built for.
-        launcher: runs the kernels of plugins in this process; one GPU per process.
+        launcher: runs the kernels of plugins in this process, on one of its GPUs.
 
     Returns:
         what the plugins of this process share.

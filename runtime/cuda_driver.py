@@ -147,7 +147,48 @@ class CudaDriver:
             self._call(self.api.cuMemcpyDtoHAsync, host, address, num_bytes, stream)
             self._call(self.api.cuStreamSynchronize, stream)
 
-    # --- streams and graphs -------------------------------------------------------------------------------
+    def copy_from(self, peer: CudaDriver, target: int, source: int, num_bytes: int, stream: int) -> None:
+        """Enqueue a copy from another device's memory; the driver goes through the host only without `reach`."""
+        with self.guard():
+            self._call(self.api.cuMemcpyPeerAsync, target, self._context, source, peer._context, num_bytes, stream)
+
+    def reach(self, peer: CudaDriver) -> bool:
+        """Let this device read another's memory directly; False where the hardware cannot."""
+        if not self._call(self.api.cuDeviceCanAccessPeer, self._device, peer._device):
+            return False
+        try:
+            with self.guard():
+                self._call(self.api.cuCtxEnablePeerAccess, peer._context, 0)
+        except CudaError as error:
+            if "ALREADY_ENABLED" not in error.found:
+                raise
+        return True
+
+    def current_ordinal(self) -> int:
+        """Of the device that is current in this thread."""
+        return int(self._call(self.api.cuCtxGetDevice))
+
+    # --- streams, events and graphs -----------------------------------------------------------------------
+
+    def create_event(self) -> Any:
+        """An event that orders streams and keeps no time."""
+        with self.guard():
+            return self._call(self.api.cuEventCreate, 2)
+
+    def record_event(self, event: Any, stream: int) -> None:
+        """Let an event stand for all that is on a stream of this device so far."""
+        with self.guard():
+            self._call(self.api.cuEventRecord, event, stream)
+
+    def wait_event(self, event: Any, stream: int) -> None:
+        """Let a stream of this device wait for an event of any; the host goes on."""
+        with self.guard():
+            self._call(self.api.cuStreamWaitEvent, stream, event, 0)
+
+    def destroy_event(self, event: Any) -> None:
+        """Give an event back."""
+        with self.guard():
+            self._call(self.api.cuEventDestroy, event)
 
     def create_stream(self) -> int:
         """A stream that does not wait for the legacy one."""

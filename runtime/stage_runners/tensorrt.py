@@ -1,7 +1,8 @@
 """Stages as TensorRT engines on one GPU: buffers and addresses fixed once, decode steps replayed as CUDA graphs.
 
-Stages of a kind share an engine and bind their own weights. All stages of a chain run on one stream, so hidden
-states, lists and caches pass from one to the next on the device, in order, without an event or a host copy.
+Stages of a kind share an engine and bind their own weights. All stages of one device run on one stream, so hidden
+states, lists and caches pass from one to the next on the device, in order, without an event or a host copy. A chain
+over several GPUs has a back end for each; what crosses between them is in `tensorrt_peers.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from engram_trt.configs.errors import BackendError, RequestError
-from engram_trt.configs.tensors import StageSpec
+from engram_trt.configs.tensors import ITEM_BYTES, StageSpec
 from engram_trt.plugins.tensorrt_api import TENSORRT, TENSORRT_RTX, TensorRT, load
 from engram_trt.plugins.trt_classes import PluginHost
 from engram_trt.plugins.trt_kernels import KernelLibrary
@@ -27,6 +28,7 @@ from engram_trt.runtime.stage_runners.tensorrt_buffers import DeviceBuffer, devi
 from engram_trt.runtime.stage_runners.tensorrt_engines import OpenBuild, check_engine, choose_build, open_engine
 from engram_trt.runtime.stage_runners.tensorrt_graphs import StageGraphs
 from engram_trt.runtime.stage_runners.tensorrt_manifest import KERNELS_FOLDER, Profiles, StageEngine
+from engram_trt.runtime.stage_runners.tensorrt_peers import PeerCopies
 
 GRAPH_PROFILE = "decode"
 """Steps under this profile are captured; others have too many shapes to keep."""
@@ -201,6 +203,7 @@ class TensorRTBackend(Backend):
         self._buffers: list[DeviceBuffer] = []
         self._resident: dict[tuple[int | None, str], View] = {}
         self._scratch: DeviceBuffer | None = None
+        self._peers = PeerCopies(driver, self.stream)
 
     def allocate(self, dtype: str, num_elements: int) -> Buffer:
         buffer = self._allocate(dtype, num_elements, "a session's buffers")
@@ -228,6 +231,13 @@ class TensorRTBackend(Backend):
             buffer.write_bytes(values.reshape(-1).view(np.int8))
             self._resident[key] = buffer.view(values.shape)
         return self._resident[key]
+
+    def transfer(self, source: View, target: View) -> Run:
+        """See `Backend.transfer`: from another GPU without the host."""
+        if not isinstance(source.buffer, DeviceBuffer):
+            return super().transfer(source, target)
+        num_bytes = math.prod(source.shape) * ITEM_BYTES[source.buffer.dtype]
+        return self._peers.bind(source.buffer, device_buffer(target), num_bytes)
 
     def scratch(self, num_bytes: int) -> int:
         """Scratch memory that stages share, for they run one after the other; it grows, and never moves under a
@@ -257,6 +267,7 @@ class TensorRTBackend(Backend):
         if self.stream < 0:
             return
         self.driver.synchronize(self.stream)
+        self._peers.close()
         for runner in self._runners:
             runner.close()
         self._runners.clear()

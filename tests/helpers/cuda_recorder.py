@@ -18,6 +18,7 @@ class CUresult(IntEnum):
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704
     CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900
 
 
@@ -36,8 +37,6 @@ class _CaptureMode(IntEnum):
 
 _RESULTS = {
     "cuCtxPopCurrent": "context",
-    "cuDeviceGet": 0,
-    "cuDevicePrimaryCtxRetain": "context",
     "cuGraphInstantiate": None,
     "cuMemGetInfo": (1 << 20, 1 << 30),
 }
@@ -48,14 +47,18 @@ class RecordedDriver:
     """The stand-in.
 
     Args:
-        sm: compute capability of the one device.
+        sm: compute capability of every device.
         failures: function name -> code it answers with.
     """
 
     sm: int = 120
+    num_devices: int = 1
+    peers_reach: bool = True
     failures: dict[str, CUresult] = field(default_factory=dict)
     calls: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
-    depth: int = 0
+    current: list[Any] = field(default_factory=list)
+    devices_of: list[Any] = field(default_factory=list)
+    """The current device at each of `calls`; None where there was none."""
     unguarded: list[str] = field(default_factory=list)
     capturing: bool = False
     captured: dict[str, list[tuple[str, tuple[Any, ...]]]] = field(default_factory=dict)
@@ -67,6 +70,13 @@ class RecordedDriver:
     def __post_init__(self) -> None:
         self._memory: dict[int, Any] = {}
         self._count = 0
+        self._streams = iter(range(7, 100))
+        self._events = iter(range(1000, 100000))
+
+    @property
+    def depth(self) -> int:
+        """How many contexts are pushed."""
+        return len(self.current)
 
     def names(self, *prefixes: str) -> list[str]:
         """Names of the calls so far, of some kinds only if asked."""
@@ -90,6 +100,7 @@ class RecordedDriver:
         if name in ("cuGetErrorName", "cuGetErrorString"):
             return CUresult.CUDA_SUCCESS, CUresult(arguments[0]).name.encode()
         self.calls.append((name, arguments))
+        self.devices_of.append(_ordinal(self.current[-1]) if self.current else None)
         free = ("cuInit", "cuDevice", "cuCtx")
         if self.depth == 0 and not name.startswith(free):
             self.unguarded.append(name)
@@ -99,18 +110,38 @@ class RecordedDriver:
         return (CUresult.CUDA_SUCCESS, *results)
 
     def _cuDeviceGetCount(self) -> tuple[Any, ...]:  # noqa: N802
-        return (1,)
+        return (self.num_devices,)
+
+    def _cuDeviceGet(self, ordinal: int) -> tuple[Any, ...]:  # noqa: N802
+        return (ordinal,)
+
+    def _cuDevicePrimaryCtxRetain(self, device: int) -> tuple[Any, ...]:  # noqa: N802
+        return (f"context {device}",)
+
+    def _cuDeviceCanAccessPeer(self, device: int, peer: int) -> tuple[Any, ...]:  # noqa: N802
+        return (int(self.peers_reach and device != peer),)
+
+    def _cuCtxGetDevice(self) -> tuple[Any, ...]:  # noqa: N802
+        return (_ordinal(self.current[-1]),)
+
+    def _cuMemcpyPeerAsync(  # noqa: N802
+        self, target: int, to: Any, source: int, of: Any, num_bytes: int, stream: int
+    ) -> tuple[Any, ...]:
+        ctypes.memmove(target, source, num_bytes)
+        return ()
+
+    def _cuEventCreate(self, flags: int) -> tuple[Any, ...]:  # noqa: N802
+        return (next(self._events),)
 
     def _cuDeviceGetAttribute(self, attribute: int, device: Any) -> tuple[Any, ...]:  # noqa: N802
         return (self.sm // 10 if attribute == 75 else self.sm % 10,)
 
     def _cuCtxPushCurrent(self, context: Any) -> tuple[Any, ...]:  # noqa: N802
-        self.depth += 1
+        self.current.append(context)
         return ()
 
     def _cuCtxPopCurrent(self) -> tuple[Any, ...]:  # noqa: N802
-        self.depth -= 1
-        return ("context",)
+        return (self.current.pop(),)
 
     def _cuMemAlloc(self, num_bytes: int) -> tuple[Any, ...]:  # noqa: N802
         block = ctypes.create_string_buffer(num_bytes + 256)
@@ -136,7 +167,7 @@ class RecordedDriver:
         return ()
 
     def _cuStreamCreate(self, flags: int) -> tuple[Any, ...]:  # noqa: N802
-        return (7,)
+        return (next(self._streams),)
 
     def _cuLaunchKernel(self, *arguments: Any) -> tuple[Any, ...]:  # noqa: N802
         self._recorded("cuLaunchKernel", arguments)
@@ -165,6 +196,10 @@ class RecordedDriver:
         if self.capturing:
             self.captured[f"graph {self._count}"].append((name, arguments))
         return self.capturing
+
+
+def _ordinal(context: Any) -> int:
+    return int(str(context).split()[-1])
 
 
 def _default(name: str) -> tuple[Any, ...]:

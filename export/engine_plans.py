@@ -12,6 +12,7 @@ from typing import Any
 
 from engram_trt.configs.artifact import Manifest, StageRecord, document_digest
 from engram_trt.configs.model import ModelConfig
+from engram_trt.configs.onnx_external_data import check_external_data
 from engram_trt.configs.tensors import StageSpec
 from engram_trt.export.engine_model import (
     DenseWeight,
@@ -109,6 +110,7 @@ def plan_stages(
     planned = []
     for record in records:
         path, data = record.onnx.verify(root).resolve(), record.data.locate(root).resolve()
+        check_external_data(path, data)
         spec = record.spec
         model = read_model(path)
         check_legality(model, spec.name)

@@ -11,8 +11,8 @@ from engram_trt.export.planning.stage_bytes import StageBytes
 
 GIB = 1 << 30
 
-TOOLCHAIN_BYTES = 560 << 20
-"""Resident memory of a process with torch and onnx imported; seen in the records of the export benchmark."""
+TOOLCHAIN_BYTES = 400 << 20
+"""Resident memory of a process with torch and onnx imported."""
 RUNTIME_BYTES = 66 << 20
 """The same with numpy, a tokenizer and ONNX Runtime, before anything is loaded."""
 CUDA_HOST_BYTES = 400 << 20

@@ -120,6 +120,7 @@ def test_every_name_and_header_is_checked_in_little_memory(stand_in: Path) -> No
     found = measured(OPEN, stand_in)
     assert found["result"] == 96_085
     assert int(str(found["peak_bytes"])) < 500_000_000
+    assert model_facts(str(stand_in)).to_json() == {**model_facts("released").to_json(), "model": str(stand_in)}
 
 
 @pytest.mark.large

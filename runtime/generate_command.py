@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from engram_trt.configs.deployment import DeploymentConfig
     from engram_trt.runtime.artifact import Artifact
     from engram_trt.runtime.engine import Engine
-    from engram_trt.runtime.generation import Generation
+    from engram_trt.runtime.generation import Generation, GenerationConfig
     from engram_trt.runtime.tokenizer import Tokenizer
 
 MAX_PROMPT_BYTES = 64 << 20
@@ -45,17 +45,6 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from engram_trt.runtime.artifact import Artifact
     from engram_trt.runtime.distributed.ranks import launched_rank
-    from engram_trt.runtime.generation import Generation, GenerationConfig
-    from engram_trt.runtime.sampling import SamplingConfig
-    from engram_trt.runtime.session import Session
-
-    sampling = SamplingConfig(temperature=arguments.temperature, top_p=arguments.top_p, seed=arguments.seed)
-    config = GenerationConfig(max_tokens=arguments.max_tokens, ignore_eos=arguments.ignore_eos, sampling=sampling)
-
-    def answer(tokenizer: Tokenizer, prompt: list[int], engine: Engine) -> int:
-        generation = Generation(Session(engine), prompt, config)
-        (_print_json if arguments.json else _print_text)(generation, tokenizer)
-        return 0
 
     rank = launched_rank()
     if rank is not None:
@@ -71,15 +60,35 @@ def _run(arguments: argparse.Namespace) -> int:
         )
 
         def first_rank(artifact: Artifact, engine: Engine, _: object) -> int:
-            tokenizer = artifact.tokenizer()
-            return answer(tokenizer, _prompt_ids(arguments, tokenizer), engine)
+            config, tokenizer = _generation_config(arguments), artifact.tokenizer()
+            return _answer(arguments, tokenizer, _prompt_ids(arguments, tokenizer), config, engine)
 
         return run_ranked(rank, request, first_rank)
+    config = _generation_config(arguments)
     artifact = Artifact.open(arguments.artifact, arguments.checkpoint, arguments.verify)
     deployment, tokenizer = deployment_of(artifact, arguments.deployment), artifact.tokenizer()
     prompt = _prompt_ids(arguments, tokenizer)
     with artifact.engine(arguments.backend, deployment=deployment) as engine:
-        return answer(tokenizer, prompt, engine)
+        return _answer(arguments, tokenizer, prompt, config, engine)
+
+
+def _generation_config(arguments: argparse.Namespace) -> GenerationConfig:
+    from engram_trt.runtime.generation import GenerationConfig
+    from engram_trt.runtime.sampling import SamplingConfig
+
+    sampling = SamplingConfig(temperature=arguments.temperature, top_p=arguments.top_p, seed=arguments.seed)
+    return GenerationConfig(max_tokens=arguments.max_tokens, ignore_eos=arguments.ignore_eos, sampling=sampling)
+
+
+def _answer(
+    arguments: argparse.Namespace, tokenizer: Tokenizer, prompt: list[int], config: GenerationConfig, engine: Engine
+) -> int:
+    from engram_trt.runtime.generation import Generation
+    from engram_trt.runtime.session import Session
+
+    generation = Generation(Session(engine), prompt, config)
+    (_print_json if arguments.json else _print_text)(generation, tokenizer)
+    return 0
 
 
 def deployment_of(artifact: Artifact, path: Path | None) -> DeploymentConfig | None:

@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -58,25 +59,34 @@ class Cluster:
 
     def post(self, key: str, text: str) -> None:
         """Write a note for other ranks."""
-        self._store.set(key, text)
+        with self._knowing_why():
+            self._store.set(key, text)
 
     def notes(self, key: str) -> dict[int, str]:
         """The note of every rank under `key/RANK`; waits for all, and raises what happens meanwhile."""
         keys = [f"{key}/{number}" for number in range(self.rank.world_size)]
-        self._await(keys)
-        values = self._store.multi_get(keys)
-        return {number: value.decode() for number, value in enumerate(values)}
+        values = self._await(keys)
+        return dict(enumerate(values))
 
     def note(self, key: str) -> str:
         """One note; waits for it, and raises what happens meanwhile."""
-        self._await([key])
-        return str(self._store.get(key).decode())
+        return self._await([key])[0]
 
-    def _await(self, keys: list[str]) -> None:
-        while not self._store.check(keys):
+    def _await(self, keys: list[str]) -> list[str]:
+        with self._knowing_why():
+            while not self._store.check(keys):
+                self.watch.check()
+                threading.Event().wait(POLL_SECONDS)
             self.watch.check()
-            threading.Event().wait(POLL_SECONDS)
-        self.watch.check()
+            return [value.decode() for value in self._store.multi_get(keys)]
+
+    @contextmanager
+    def _knowing_why(self) -> Iterator[None]:
+        """A call of the library that fails because a rank is lost raises that in its place."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.watch.raise_broken(error)
 
     # --- tensors ------------------------------------------------------------------------------------------
 
@@ -86,13 +96,14 @@ class Cluster:
         rank = self.rank
         if rank.address.partition(":")[0] in ("localhost", "127.0.0.1"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        distributed.init_process_group(
-            "gloo",
-            store=distributed.PrefixStore("ranks", self._store),
-            rank=rank.number,
-            world_size=rank.world_size,
-            timeout=timedelta(seconds=WAIT_SECONDS),
-        )
+        with self._knowing_why():
+            distributed.init_process_group(
+                "gloo",
+                store=distributed.PrefixStore("ranks", self._store),
+                rank=rank.number,
+                world_size=rank.world_size,
+                timeout=timedelta(seconds=WAIT_SECONDS),
+            )
         following = (rank.number + 1) % rank.world_size
         return TorchTransport(self._torch, following, (rank.number - 1) % rank.world_size, self.watch)
 
@@ -110,7 +121,7 @@ class Cluster:
             self.watch.finish()
         if self.rank.number == 0 and not isinstance(error, PeerError):
             # The store may live in this process: it must outlive the others, who read there what to do.
-            self._await_others(5.0 if error is None else 3 * GRACE_SECONDS)
+            self._await_others(30.0 if error is None else 3 * GRACE_SECONDS)
         _leave_at_exit(self._exit_code)
 
     def _tell(self, error: BaseException) -> None:

@@ -154,6 +154,7 @@ def test_a_rank_with_another_artefact_is_refused_once(tiny_artifact: Path, tmp_p
     assert (ended[0].out, ended[1].out, ended[1].err) == ("", "", "")
 
 
+@pytest.mark.large
 def test_a_rank_that_cannot_start_is_reported_by_the_first(tiny_artifact: Path, tmp_path: Path) -> None:
     with Ranks([endless(tiny_artifact), endless(tmp_path / "nowhere")]) as ranks:
         ended = ranks.end()
@@ -163,6 +164,7 @@ def test_a_rank_that_cannot_start_is_reported_by_the_first(tiny_artifact: Path, 
     assert ended[1].err == ""
 
 
+@pytest.mark.large
 def test_a_wrong_deployment_is_one_error_on_the_first_rank(tiny_artifact: Path, tmp_path: Path) -> None:
     file = tmp_path / "three.toml"
     file.write_text('devices = ["cpu:0", "cpu:1", "cpu:2"]\n')

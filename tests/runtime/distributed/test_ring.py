@@ -89,9 +89,9 @@ def test_every_placement_of_tiny_gives_the_same_bits(exported: Engine) -> None:
 
 
 def test_sequences_in_flight_do_not_mix(whole: Engine) -> None:
-    prompts, config = [IDS[:14], IDS[3:9], [5], IDS[10:35]], GenerationConfig(max_tokens=6, ignore_eos=True)
+    prompts, config = [IDS[:14], IDS[3:9], [5]], GenerationConfig(max_tokens=4, ignore_eos=True)
     alone = [list(Generation(Session(whole, max_batch=1), prompt, config)) for prompt in prompts]
-    assert len({tuple(tokens) for tokens in alone}) == 4
+    assert len({tuple(tokens) for tokens in alone}) == 3
     assert generate_together(whole, prompts, config) == alone
     with ring_engine(whole, placements(whole, 3)[-1]) as engine:
         assert generate_together(engine, prompts, config) == alone

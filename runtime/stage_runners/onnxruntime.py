@@ -134,7 +134,7 @@ class OnnxRuntimeBackend(Backend):
                 expected="a stage of this artefact",
                 remedy="Export the checkpoint again.",
             ) from error
-        _check_session(spec, session, path)
+        check_session(spec, session, path)
         return OnnxRuntimeStageRunner(spec, session)
 
     def resident(self, spec: StageSpec, binding: str) -> View:
@@ -145,7 +145,7 @@ class OnnxRuntimeBackend(Backend):
         return self._resident[key]
 
 
-def _check_session(spec: StageSpec, session: Any, path: Path) -> None:
+def check_session(spec: StageSpec, session: Any, path: Path) -> None:
     """Hold a session's bindings against the spec; raises ArtifactError."""
     found = [item.name for item in session.get_inputs()], [item.name for item in session.get_outputs()]
     expected = list(spec.input_names), list(spec.output_names)

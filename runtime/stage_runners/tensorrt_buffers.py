@@ -60,7 +60,7 @@ class DeviceBuffer(Buffer):
 def device_buffer(view: View) -> DeviceBuffer:
     """The buffer behind a view of this back end."""
     if not isinstance(view.buffer, DeviceBuffer):
-        raise TypeError(f"a view of {type(view.buffer).__name__} reached the TensorRT back end")
+        raise TypeError(f"a view of {type(view.buffer).__name__} reached a back end of the GPU")
     return view.buffer
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import shutil
 from dataclasses import replace
@@ -17,6 +18,7 @@ from engram_trt.configs.deployment import DeploymentConfig
 from engram_trt.configs.errors import ArtifactError, RequestError, UserError
 from engram_trt.configs.limits import Limits, symbol_limits
 from engram_trt.configs.model import ModelConfig
+from engram_trt.configs.tensors import ITEM_BYTES
 from engram_trt.export.engine_build import BuildProgress, BuildRequest, build_engines
 from engram_trt.export.pipeline import ExportRequest, export_checkpoint
 from engram_trt.runtime.cli import main
@@ -130,6 +132,24 @@ def test_changed_weights_need_no_plan(built: tuple[Path, Path, EnginesManifest])
     assert other != place
     assert announced == [(0, 2, 0)]
     shutil.rmtree(other)
+
+
+def test_baked_weights_are_in_the_plans_of_each_stage(tiny_artifact: Path, tmp_path: Path) -> None:
+    """Two layers of a kind that share a plan when weights are bound; other weights then are another plan."""
+    artifact = private_copy(tiny_artifact, tmp_path)
+    kinds = {record.spec.name: record.spec.kind for record in Manifest.read(artifact).stages}
+    twins = next((a, b) for a in kinds for b in kinds if a < b and kinds[a] == kinds[b])
+    bound_place, bound, _ = build(artifact, stages=twins, targets=TARGETS[:1])
+    place, baked, _ = build(artifact, stages=twins, targets=TARGETS[:1], bake_weights=True)
+    assert (bound.bakes_weights, baked.bakes_weights) == (False, True)
+    assert place != bound_place
+    assert (len(bound.plans), len(baked.plans)) == (1, 2)
+    assert baked.plans[0].file.sha256 != baked.plans[1].file.sha256
+    weight_bytes = sum(math.prod(weight.shape) * ITEM_BYTES[weight.dtype] for weight in bound.stages[0].weights)
+    for engine, plan in zip(baked.stages, baked.plans, strict=True):
+        assert not engine.weights
+        assert plan.file.num_bytes > weight_bytes
+        assert set(plan.plugin_layers) == set(bound.plans[0].plugin_layers)
 
 
 def test_a_damaged_plan_is_built_again(tiny_artifact: Path, tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ class Ring:
         self._pending: dict[int, _Pending] = {}
         self._released: list[int] = []
         self._num_messages = self._num_chains = 0
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
+        """What ended the chain before its time."""
         arriving = Layouts(routes, routes.world_size - 1, symbols)
         self._inbox = Inbox(transport, arriving, self._arrived, failed)
         self._inbox.start()
@@ -85,8 +86,8 @@ class Ring:
     ) -> Future[Message]:
         """Send a message; the future has it when it is back, and only if it is awaited."""
         with self._lock:
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             while self._released and op is not Op.CLOSE:
                 closed = self._released.pop()
                 self.post(Op.CLOSE, closed)
@@ -117,7 +118,7 @@ class Ring:
     def fail(self, error: BaseException) -> None:
         """Let everyone who waits, now or later, have this error. For other threads."""
         with self._lock:
-            self._error = error
+            self.error = error
             for pending in self._pending.values():
                 if not pending.answer.done():
                     pending.answer.set_exception(error)

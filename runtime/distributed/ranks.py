@@ -33,9 +33,6 @@ class Rank:
     def is_one_host(self) -> bool:
         return self.local_world_size == self.world_size
 
-    def __str__(self) -> str:
-        return f"rank {self.number} of {self.world_size}"
-
 
 def launched_rank(environment: Mapping[str, str] | None = None) -> Rank | None:
     """This process's place; None for a process that runs alone.

@@ -49,6 +49,7 @@ def ring_engine(
     placed: Sequence[PlacedStages],
     spans: list[str] | None = None,
     workers: list[Worker] | None = None,
+    rings: list[Ring] | None = None,
 ) -> Iterator[Engine]:
     """Rank 0's engine of a chain whose other ranks are threads.
 
@@ -57,6 +58,7 @@ def ring_engine(
         placed: the stages of each rank.
         spans: receives what the other ranks publish.
         workers: receives the other ranks.
+        rings: receives rank 0's end.
     """
     queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in placed]
     routes, runners = Routes(placed), {runner.spec.name: runner for runner in whole.runners}
@@ -78,7 +80,11 @@ def ring_engine(
     first = replace(engines[0], open_chain=lambda engine, sizes: RingChain(engine, sizes, ring))
     if spans is not None:
         ring.record(is_on=True)
+    if rings is not None:
+        rings.append(ring)
     yield first
+    if ring.error is not None:
+        return
     if spans is not None:
         ring.record(is_on=False)
     ring.end()

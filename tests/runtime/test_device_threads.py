@@ -88,7 +88,7 @@ def test_a_thread_runs_on_its_core_in_order(threads: list[DeviceThread]) -> None
 
 def test_pinned_threads_give_the_same_bits(whole: Engine, threads: list[DeviceThread]) -> None:
     expected = run(whole)
-    for placed in placements(whole, 3)[::2]:
+    for placed in placements(whole, 3)[::3]:
         assert arrays_equal(run(spread(whole, placed, list(threads))), expected)
 
 
@@ -96,7 +96,7 @@ def test_back_ends_with_memory_of_their_own_are_handed_what_they_read(whole: Eng
     """As between GPUs: every device has buffers of its own, and tensors move just before they are read."""
     backends = [_Apart(whole.backend) for _ in range(3)]
     expected = run(whole)
-    for placed in placements(whole, 3)[1::2]:
+    for placed in placements(whole, 3)[2::4]:
         engine = spread(whole, placed, [None] * 3, list(backends))
         assert arrays_equal(run(engine), expected)
         moved = [name for name, _ in Session(engine).chain.bind(dict(whole.symbol_limits)).runs if "transfer" in name]
@@ -169,6 +169,6 @@ def test_a_stage_that_fails_on_a_thread_is_raised_where_the_step_is_waited_for(
 
 
 def test_sequences_over_devices_are_those_of_one(whole: Engine, threads: list[DeviceThread]) -> None:
-    prompts, config = [IDS[:14], IDS[3:9], [5]], GenerationConfig(max_tokens=5, ignore_eos=True)
+    prompts, config = [IDS[:9], [5]], GenerationConfig(max_tokens=3, ignore_eos=True)
     engine = spread(whole, placements(whole, 3)[-1], list(threads))
     assert generate_together(engine, prompts, config) == generate_together(whole, prompts, config)

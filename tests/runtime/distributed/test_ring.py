@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ import torch
 from queue_ring import arrays_equal, placements, ring_engine
 from small_model import small_config, small_engine
 
+from engram_trt.configs.errors import PeerError
 from engram_trt.runtime.artifact import Artifact
+from engram_trt.runtime.distributed.chain import Ring
 from engram_trt.runtime.distributed.worker import Worker
 from engram_trt.runtime.engine import Engine
 from engram_trt.runtime.generation import Generation, GenerationConfig, generate_together
@@ -123,6 +126,34 @@ def test_a_session_that_is_gone_is_closed_everywhere(whole: Engine) -> None:
         kept = Session(engine)
         kept.step({kept.add(): [4]})
         assert [len(worker._chains) for worker in workers] == [1, 1]
+
+
+def test_a_session_that_survives_a_loss_is_the_one_before_the_step(whole: Engine) -> None:
+    lost = PeerError("rank 0: rank 1", kind="lost", found="silence", expected="a beat", remedy="Start again.")
+    rings: list[Ring] = []
+    with ring_engine(whole, placements(whole, 3)[-1], rings=rings) as engine:
+        session = Session(engine)
+        row = session.add()
+        session.step({row: IDS[:5]})
+        wait = session.start({row: [7]})
+        before = session._rows
+        rings[0]._pending[max(rings[0]._pending)].answer.result(timeout=20).give_back()
+        rings[0].collect = _raise(lost)  # type: ignore[method-assign]
+        with pytest.raises(PeerError):
+            wait()
+        assert session._rows is before
+        rings[0].fail(lost)
+        with pytest.raises(PeerError, match="silence"):
+            session.step({row: [8]})
+        assert session._rows is before
+        assert session.length(row) == 5
+
+
+def _raise(error: Exception) -> Callable[[object], NoReturn]:
+    def collect(answer: object) -> NoReturn:
+        raise error
+
+    return collect
 
 
 def test_a_snapshot_of_other_limits_is_refused(whole: Engine) -> None:

@@ -6,8 +6,9 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from engram_trt.configs.artifact import MANIFEST_NAME, FileRecord, Manifest, ResidentRecord, StageRecord
 from engram_trt.configs.errors import ArtifactError, UserError
@@ -18,6 +19,8 @@ from engram_trt.export.residents import RESIDENTS_FOLDER
 from engram_trt.runtime.stage_runners.tensorrt_manifest import ENGINES_FOLDER
 
 STAGES_FOLDER = "stages"
+
+Record = TypeVar("Record", StageRecord, ResidentRecord)
 
 
 class StageStore:
@@ -38,17 +41,13 @@ class StageStore:
 
     def find(self, name: str, inputs_digest: str) -> StageRecord | None:
         """The stage, if it is done: in the work folder, or in the older artefact, from where it is taken over."""
-        document = _read_json(self.stages / record_name(name))
-        if document is not None:
-            try:
-                record = StageRecord.from_json(document)
-                if record.inputs_digest == inputs_digest and self._has(record.onnx, record.data):
-                    return record
-            except (ValueError, KeyError, TypeError, AttributeError):
-                pass
+        path = self.stages / record_name(name)
+        record = _read_record(path, StageRecord)
+        if record is not None and record.inputs_digest == inputs_digest and self._has(record.onnx, record.data):
+            return record
         for record in () if self.old is None else self.old.stages:
             if record.spec.name == name and record.inputs_digest == inputs_digest:
-                return self._take_over(record, self.stages / record_name(name), record.onnx, record.data)
+                return self._take_over(record, path, record.onnx, record.data)
         return None
 
     def add(self, spec: StageSpec, inputs_digest: str, files: StageFiles) -> StageRecord:
@@ -64,20 +63,23 @@ class StageStore:
 
     def find_resident(self, key: str, source: str | None, *, copied: bool) -> ResidentRecord | None:
         """The record of a resident tensor read from shards in this state; with its copy, if there is to be one."""
-        document = _read_json(self.residents / record_name(key))
-        known = [] if document is None else [document]
-        known += [] if self.old is None else [record.to_json() for record in self.old.residents if record.key == key]
-        for number, item in enumerate(known):
-            try:
-                record = ResidentRecord.from_json(item)
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue
-            if source is None or record.source != source or (record.copy is not None) != copied:
-                continue
-            if record.copy is None or self._has(record.copy):
-                return record
-            if number == len(known) - 1 and self.old is not None:
-                return self._take_over(record, self.residents / record_name(key), record.copy)
+        if source is None:
+            return None
+        path = self.residents / record_name(key)
+
+        def fits(record: ResidentRecord) -> bool:
+            return record.key == key and record.source == source and (record.copy is not None or not copied)
+
+        mine = _read_record(path, ResidentRecord)
+        if mine is not None and fits(mine):
+            if not copied or mine.copy is None:
+                return replace(mine, copy=None)
+            if self._has(mine.copy):
+                return mine
+        for record in filter(fits, () if self.old is None else self.old.residents):
+            if not copied or record.copy is None:
+                return replace(record, copy=None)
+            return self._take_over(record, path, record.copy)
         return None
 
     def add_resident(self, record: ResidentRecord) -> None:
@@ -117,7 +119,7 @@ class StageStore:
             return False
         return True
 
-    def _take_over(self, record: Any, record_path: Path, *files: FileRecord) -> Any:
+    def _take_over(self, record: Record, record_path: Path, *files: FileRecord) -> Record | None:
         """Copy files of the older artefact; None if they are damaged."""
         try:
             for item in files:
@@ -154,13 +156,12 @@ def copy_durably(source: Path, target: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def _read_record(path: Path, kind: type[Record]) -> Record | None:
     """A record; None for what is absent or no record, which is then made again."""
     try:
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        return kind.from_json(json.loads(path.read_bytes()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return document if isinstance(document, dict) else None
 
 
 def _read_old(out: Path) -> Manifest | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engram_trt.configs.inventory import TensorShape, checkpoint_tensors
 from engram_trt.configs.model import ModelConfig
@@ -165,4 +165,14 @@ def chain_bytes(
             return {name: all_tensors[name] for name in _GLOBAL_WEIGHTS.get(spec.name, ())}
         return by_layer[str(spec.layer_id)]
 
-    return tuple(stage_bytes(spec, config, dtype, of(spec)) for spec in specs)
+    kinds: dict[str, StageBytes] = {}
+    for spec in specs:
+        if spec.kind not in kinds:
+            kinds[spec.kind] = stage_bytes(spec, config, dtype, of(spec))
+    # Two layers of a kind differ in their tables at most, whose rows follow from the layer's own primes.
+    return tuple(
+        stage_bytes(spec, config, dtype, of(spec))
+        if kinds[spec.kind].table_bytes and kinds[spec.kind].spec != spec
+        else replace(kinds[spec.kind], spec=spec)
+        for spec in specs
+    )

@@ -43,6 +43,11 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--bisect", action="store_true", help="go down from the first divergent stage to the op")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first difference")
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="write limits from the model's own noise, beside the manifest",
+    )
     parser.add_argument("--tolerances", metavar="FILE", type=Path, help="limits of a calibration (the artefact's own)")
     parser.add_argument(
         "--stale-index-keys",
@@ -51,6 +56,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--save-outputs", metavar="FILE", type=Path, help="only run the back end and save its outputs")
     parser.add_argument("--load-outputs", metavar="FILE", type=Path, help="compare saved outputs instead of a back end")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="also write the outcome as one page with charts")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the outcome as JSON")
 
 
@@ -62,13 +68,32 @@ def _run(arguments: argparse.Namespace) -> int:
             expected="one of them",
             remedy="See `engram-trt compare --help`.",
         )
-    for option in ("json", "save_outputs"):
+    for option in ("html", "json", "save_outputs", "tolerances"):
         _require_folder_of(option.replace("_", "-"), getattr(arguments, option))
     return _golden(arguments) if arguments.artifact is None else _artifact(arguments)
 
 
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from engram_trt.export.accuracy.divergence.calibration import calibrate
+    from engram_trt.export.accuracy.divergence.tolerances import FILE_NAME, write_tolerances
+    from engram_trt.runtime.artifact import Artifact
+
+    artifact = Artifact.open(arguments.artifact, arguments.checkpoint, arguments.verify)
+    path = arguments.tolerances or artifact.root / FILE_NAME
+    with _progress() as progress:
+        measured, how = calibrate(artifact, progress)
+    write_tolerances(artifact, path, measured, how)
+    largest = max(measured, key=lambda key: measured[key].noise)
+    item = measured[largest]
+    print(f"{path}: limits of {len(measured)} tensors")
+    print(f"largest noise {item.noise:.1e}: {largest}, {item.by}; limit {item.limit:.1e}")
+    return 0
+
+
 def _artifact(arguments: argparse.Namespace) -> int:
     _require_packages("torch", "onnx", "polygraphy")
+    if arguments.calibrate:
+        return _calibrate(arguments)
     from rich.console import Console
 
     from engram_trt.export.accuracy.divergence.comparison import CompareRequest, Comparison
@@ -88,6 +113,7 @@ def _artifact(arguments: argparse.Namespace) -> int:
         bisect=arguments.bisect,
         keep_going=arguments.keep_going,
         tolerances=arguments.tolerances,
+        gates=arguments.html is not None or arguments.json is not None,
         stale_keys=arguments.stale_index_keys,
         saved=arguments.load_outputs,
     )
@@ -101,6 +127,10 @@ def _artifact(arguments: argparse.Namespace) -> int:
         report = comparison.run()
     print_report(report, Console(width=WIDTH, highlight=False))
     _write_json(arguments.json, report.as_json())
+    if arguments.html is not None:
+        from engram_trt.export.accuracy.divergence.page import page
+
+        arguments.html.write_text(page(report), encoding="utf-8")
     return report.exit_code
 
 
@@ -213,7 +243,8 @@ COMMAND = Command(
     ),
     examples="""
     engram-trt compare artefact
-    engram-trt compare artefact --bisect --json outcome.json
+    engram-trt compare artefact --bisect --json outcome.json --html outcome.html
+    engram-trt compare artefact --calibrate
     engram-trt compare artefact --level tokens --mode free --prompts prompts.txt
     engram-trt compare --golden golden --backends torch
     """,

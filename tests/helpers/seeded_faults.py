@@ -99,12 +99,12 @@ def _weights_not_normalised(choose: Any) -> Any:
     return lambda scores, bias, k, norm, scale: choose(scores, bias, k, 0, scale)
 
 
-def _no_sink(attend: Any) -> Any:
-    return lambda q, rows, valid, sink, scale: attend(q, rows, valid, torch.full_like(sink, -1e30), scale)
+def _no_sink(attention: Any) -> Any:
+    return lambda q, window, start, sink, *rest: attention(q, window, start, torch.full_like(sink, -1e30), *rest)
 
 
-def _scaled_sink(attend: Any) -> Any:
-    return lambda q, rows, valid, sink, scale: attend(q, rows, valid, sink * scale, scale)
+def _scaled_sink(attention: Any) -> Any:
+    return lambda q, window, start, sink, *rest: attention(q, window, start, sink * rest[-1], *rest)
 
 
 def _short_window(positions: Any) -> Any:
@@ -350,14 +350,14 @@ FAULTS = (
     ),
     SeededFault(
         label="no sink",
-        name=f"{PLUGINS}sparse_attention.reference.attend",
+        name=f"{PLUGINS}sparse_attention.reference.sparse_attention",
         make=_no_sink,
         stage="block_00",
         op="SparseAttention",
     ),
     SeededFault(
         label="sink scaled",
-        name=f"{PLUGINS}sparse_attention.reference.attend",
+        name=f"{PLUGINS}sparse_attention.reference.sparse_attention",
         make=_scaled_sink,
         stage="block_00",
         op="SparseAttention",

@@ -55,6 +55,7 @@ class CompareRequest:
         bisect: go down from the first divergent stage to the op.
         keep_going: do not stop at the first difference.
         tolerances: a file of a calibration; the artefact's own by default.
+        gates: look at the choice of experts as well, once per block.
         stale_keys: the eager reference reproduces the published code's stale index keys (see `stale_keys.py`).
         saved: outputs of another machine, compared instead of back ends that run here.
     """
@@ -71,6 +72,7 @@ class CompareRequest:
     bisect: bool = False
     keep_going: bool = False
     tolerances: Path | None = None
+    gates: bool = False
     stale_keys: bool = False
     saved: Path | None = None
 
@@ -210,7 +212,7 @@ class Comparison:
         def lockstep(first: object, second: object) -> Lockstep:
             stages = frozenset(request.stages) or None
             level: Literal["chain", "stage"] = "stage" if request.level == "stage" else "chain"
-            return Lockstep(first, second, self.limits, explainer, outcome, level, stages)  # type: ignore[arg-type]
+            return Lockstep(first, second, self.limits, explainer, outcome, level, stages, self._stage_files())  # type: ignore[arg-type]
 
         def explain(divergence: Divergence) -> None:
             if not request.bisect or explainer is None:
@@ -222,6 +224,17 @@ class Comparison:
 
         schedule = Schedule(prompts=self.prompts, free=request.free, keep_going=request.keep_going)
         compare_chains(lockstep, reference, candidate, schedule, outcome, explain, self.progress)
+
+    def _stage_files(self) -> dict[str, Path]:
+        """Files of the blocks, where their choice of experts is asked for and can be looked at."""
+        manifest = self.artifact.manifest
+        if not self.request.gates or manifest.deployment.dtype != "float32":
+            return {}
+        return {
+            record.spec.name: self.artifact.root / record.onnx.path
+            for record in manifest.stages
+            if record.spec.layer_id is not None
+        }
 
 
 def _require_stages(request: CompareRequest) -> None:

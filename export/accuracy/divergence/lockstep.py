@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -22,6 +23,7 @@ from engram_trt.export.accuracy.divergence.findings import (
     Outcome,
     Track,
 )
+from engram_trt.export.accuracy.divergence.gates import gate_agreement
 from engram_trt.export.accuracy.divergence.limits import EXACT, Limits
 from engram_trt.export.accuracy.divergence.outputs import (
     Compared,
@@ -61,6 +63,7 @@ class Lockstep:
         outcome: receives what is found.
         level: `stage` hands every stage the reference's inputs; `chain` lets differences travel until one is found.
         stages: names of the stages to report; all by default.
+        stage_files: stage -> its file, to look at the choice of experts once per block; empty to leave that out.
     """
 
     def __init__(
@@ -72,9 +75,11 @@ class Lockstep:
         outcome: Outcome,
         level: Literal["chain", "stage"] = "chain",
         stages: frozenset[str] | None = None,
+        stage_files: Mapping[str, Path] | None = None,
     ) -> None:
         self.reference, self.candidate, self.limits, self.outcome = reference, candidate, limits, outcome
         self._explainer, self._level, self._stages = explainer, level, stages
+        self._stage_files = stage_files or {}
         self._probed: set[str] = set()
         self.divergences: list[Divergence] = []
         """Of the last step."""
@@ -211,6 +216,9 @@ class Lockstep:
         self._probed.add(stage.name)
         feed = reference.feed()
         resident = {spec.name: reference.read(spec.name) for spec in stage.inputs if spec.role == "resident"}
+        self._gates(reference, candidate, feed, resident, places)
+        if any(item.finding.stage == stage.name for item in self.divergences):
+            return  # wrong on real inputs already
         for edge in edges(stage, feed, resident):
             changed = {**feed, **edge.changed}
             first = rerun_stage(reference, self.reference.engine.backend, changed)
@@ -221,6 +229,22 @@ class Lockstep:
             ]
             if any(item.deviation.wrong.any() for item in compared):
                 self._edge_finding(reference, candidate, compared, changed, edge.name)
+
+    def _gates(
+        self,
+        reference: StageCall,
+        candidate: StageCall,
+        feed: Mapping[str, Array],
+        resident: Mapping[str, Array],
+        places: StepPlaces,
+    ) -> None:
+        stage = reference.spec
+        ids = self._engram_ids.get(stage.layer_id or 0)
+        choices = self._choices(reference, feed, ids) if stage.name in self._stage_files else None
+        if choices is not None:
+            inputs = {**resident, **inputs_for_eager(candidate.feed(), ids)}
+            file, tie = self._stage_files[stage.name], self.limits.tie
+            self.outcome.agreements[f"{stage.name}.experts"] = gate_agreement(file, inputs, choices, places.tokens, tie)
 
     def _edge_finding(
         self, reference: StageCall, candidate: StageCall, compared: list[Compared], feed: Mapping[str, Array], name: str

@@ -8,17 +8,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
-from faults import planted
+from faults import original, planted
 
+from engram_trt.export.accuracy.divergence.report import SCHEMA_FILE
 from engram_trt.runtime.artifact import Artifact
 from engram_trt.runtime.cli import build_parser, commands, main
 
 OPTIONS = {
     "--backends",
     "--bisect",
+    "--calibrate",
     "--checkpoint",
     "--golden",
+    "--html",
     "--json",
     "--keep-going",
     "--level",
@@ -66,6 +70,10 @@ def test_agreement_is_0_and_the_table_fits(
     assert max(map(len, printed.splitlines())) <= 100
     assert "onnxruntime and torch agree" in printed
     document = json.loads(report.read_text())
+    jsonschema.validate(document, json.loads(SCHEMA_FILE.read_text()))
+    experts = {key: item for key, item in document["outcomes"][0]["agreement"].items() if key.endswith(".experts")}
+    assert len(experts) == artifact.config.n_layers
+    assert all(item["same"] == item["compared"] > 0 for item in experts.values())
     (outcome,) = document["outcomes"]
     assert (document["exit_code"], outcome["verdict"], outcome["first_divergence"]) == (0, "agree", None)
     assert document["prompts"]["count"] == 2
@@ -77,23 +85,23 @@ def test_a_difference_is_1_and_named(
     artifact: Artifact, short_prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = tmp_path / "report.json"
-    name = "engram_trt.plugins.sparse_attention.reference.attend"
+    name = "engram_trt.plugins.sparse_attention.reference.sparse_attention"
+    attention = original(name)
 
-    def nan_in_one_head(q: Any, rows: Any, valid: Any, sink: Any, scale: float) -> Any:
-        output = attend(q, rows, valid, sink, scale)
+    def nan_in_one_head(*arguments: Any) -> Any:
+        output = attention(*arguments)
         output[:, -1, 1, 3] = float("nan")
         return output
 
-    from faults import original
-
-    attend = original(name)
     with planted(name, nan_in_one_head):
         code = compare(artifact, "--prompts", str(short_prompts), "--bisect", "--json", str(report))
     assert code == 1
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 100
     assert "first divergence: block_00" in printed
-    first = json.loads(report.read_text())["outcomes"][0]["first_divergence"]
+    document = json.loads(report.read_text())
+    jsonschema.validate(document, json.loads(SCHEMA_FILE.read_text()))
+    first = document["outcomes"][0]["first_divergence"]
     assert (first["stage"], first["kind"], first["error"], first["cause"]) == ("block_00", "not finite", "inf", "own")
     assert (first["op"]["name"], first["op"]["tensor"]) == ("SparseAttention", "attention_output")
     assert first["worst"][0]["reference"] == "nan"

@@ -38,6 +38,23 @@ def checkpoint_tensors(config: ModelConfig, layers: Collection[int] | None = Non
     Raises:
         ConfigError: for a config in another number format, or a layer id that the model does not have.
     """
+    wanted = range(config.n_layers) if layers is None else sorted(set(layers))
+    tensors = global_tensors(config, whole=layers is None)
+    ordered = {name: tensor for name, tensor in tensors.items() if not name.startswith(_BEHIND_THE_LAYERS)}
+    for layer_id in wanted:
+        ordered.update(layer_tensors(config, layer_id))
+    return ordered | tensors
+
+
+_BEHIND_THE_LAYERS = ("mtp.", "vision.", "aligner.")
+
+
+def global_tensors(config: ModelConfig, *, whole: bool = True) -> dict[str, TensorShape]:
+    """The tensors outside the backbone's layers; not `whole`, without vision tower, aligner and draft stages.
+
+    Raises:
+        ConfigError: for a config in another number format.
+    """
     if config.dtype != "fp8" or config.expert_dtype != "fp4":
         raise ConfigError(
             "quantization_config",
@@ -46,14 +63,16 @@ def checkpoint_tensors(config: ModelConfig, layers: Collection[int] | None = Non
             remedy="Use a released-layout config; folders of float weights have their own adapter.",
         )
     config.require_quantized_groups()
-    wanted = range(config.n_layers) if layers is None else sorted(set(layers))
     tensors = dict(_global_tensors(config))
-    for layer_id in wanted:
-        tensors.update(_layer_tensors(config, config.layer(layer_id)))
-    if layers is None:
+    if whole:
         tensors.update(_draft_tensors(config))
         tensors.update(_vision_tensors(config))
     return tensors
+
+
+def layer_tensors(config: ModelConfig, layer_id: int) -> dict[str, TensorShape]:
+    """The tensors of one backbone layer; ConfigError for a layer id that the model does not have."""
+    return dict(_layer_tensors(config, config.layer(layer_id)))
 
 
 def _bf16(name: str, *shape: int) -> tuple[str, TensorShape]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engram_trt.configs.checkpoint import Checkpoint
-from engram_trt.configs.inventory import TensorShape, checkpoint_tensors
+from engram_trt.configs.inventory import TensorShape, checkpoint_tensors, global_tensors, layer_tensors
 from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.preset_files import PRESETS, model_preset
 from engram_trt.export.planning.stage_bytes import num_parameters, stored_bytes
@@ -22,7 +22,7 @@ class ModelFacts:
         name: preset or folder.
         config: the model.
         layers: of a partial checkpoint; None for a whole one.
-        tensors: of the checkpoint, by name.
+        tensors: number of tensors.
         shards: file name -> bytes of its tensors.
         parameters: values of all tensors, scales not counted.
         root: folder of a checkpoint; None for a preset.
@@ -31,7 +31,7 @@ class ModelFacts:
     name: str
     config: ModelConfig
     layers: tuple[int, ...] | None
-    tensors: Mapping[str, TensorShape]
+    tensors: int
     shards: Mapping[str, int]
     parameters: int
     root: Path | None
@@ -46,7 +46,7 @@ class ModelFacts:
         document: dict[str, object] = {
             "model": self.name,
             "checkpoint_bytes": self.num_bytes,
-            "checkpoint_tensors": len(self.tensors),
+            "checkpoint_tensors": self.tensors,
             "checkpoint_shards": len(self.shards),
             "largest_shard_bytes": max(self.shards.values()),
             "parameters": self.parameters,
@@ -61,26 +61,62 @@ def model_facts(source: str) -> ModelFacts:
         CheckpointError, ConfigError: the folder is no checkpoint that this project reads.
     """
     if source in PRESETS and not Path(source).exists():
-        config, layers, root = model_preset(source), None, None
-        tensors = checkpoint_tensors(config)
-        keys: dict[tuple[int, int], int] = {}
-        for name, tensor in tensors.items():
-            key = shard_key(name)
-            keys[key] = keys.get(key, 0) + stored_bytes(tensor)
-        shards = {shard_name(number, len(keys)): keys[key] for number, key in enumerate(sorted(keys), start=1)}
-    else:
-        checkpoint = Checkpoint.open(Path(source))
-        config, layers, root = checkpoint.config, checkpoint.partial_layers, checkpoint.root
-        tensors, shards = checkpoint_tensors(config, layers), {}
-        for name in checkpoint.names():
-            entry = checkpoint.entry(name)
-            shards[entry.shard.name] = shards.get(entry.shard.name, 0) + entry.nbytes
+        return _preset_facts(source)
+    checkpoint = Checkpoint.open(Path(source))
+    shards: dict[str, int] = {}
+    for name in checkpoint.names():
+        entry = checkpoint.entry(name)
+        shards[entry.shard.name] = shards.get(entry.shard.name, 0) + entry.nbytes
+    tensors = checkpoint_tensors(checkpoint.config, checkpoint.partial_layers)
     return ModelFacts(
         name=source,
-        config=config,
-        layers=layers,
-        tensors=tensors,
+        config=checkpoint.config,
+        layers=checkpoint.partial_layers,
+        tensors=len(tensors),
         shards=shards,
         parameters=sum(num_parameters(name, tensor) for name, tensor in tensors.items()),
-        root=root,
+        root=checkpoint.root,
     )
+
+
+def _preset_facts(name: str) -> ModelFacts:
+    """The same from shapes; one layer of each kind is looked at, because its likes hold the same."""
+    config = model_preset(name)
+    counts = _counts(global_tensors(config))
+    known: dict[tuple[str, int | None], dict[int, _Count]] = {}
+    for layer in config.layers:
+        kind = layer.kind, layer.engram_index
+        if kind not in known:
+            found = _counts(layer_tensors(config, layer.layer_id))
+            known[kind] = {key[0]: count for key, count in found.items()}
+        counts |= {(part, layer.layer_id): count for part, count in known[kind].items()}
+    ordered = [counts[key] for key in sorted(counts)]
+    return ModelFacts(
+        name=name,
+        config=config,
+        layers=None,
+        tensors=sum(count.tensors for count in ordered),
+        shards={shard_name(number, len(ordered)): c.num_bytes for number, c in enumerate(ordered, start=1)},
+        parameters=sum(count.parameters for count in ordered),
+        root=None,
+    )
+
+
+@dataclass(slots=True)
+class _Count:
+    """Sums over the tensors of a shard."""
+
+    tensors: int = 0
+    num_bytes: int = 0
+    parameters: int = 0
+
+
+def _counts(tensors: Mapping[str, TensorShape]) -> dict[tuple[int, int], _Count]:
+    """By key of the shard that holds them."""
+    counts: dict[tuple[int, int], _Count] = {}
+    for name, tensor in tensors.items():
+        count = counts.setdefault(shard_key(name), _Count())
+        count.tensors += 1
+        count.num_bytes += stored_bytes(tensor)
+        count.parameters += num_parameters(name, tensor)
+    return counts

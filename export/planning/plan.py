@@ -73,7 +73,7 @@ class Plan:
         config, deployment = request.facts.config, request.deployment
         deployment.require_fits(config)
         if stages is None:
-            stages = chain_bytes(_specs(request), config, deployment.dtype, request.facts.tensors)
+            stages = chain_bytes(_specs(request), config, deployment.dtype)
         devices = spread_stages(stages, config, deployment, max(request.num_gpus, 1), gpu=request.gpu)
         return cls(request=request, stages=stages, devices=devices)
 

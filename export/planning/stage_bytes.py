@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from engram_trt.configs.inventory import TensorShape, checkpoint_tensors
+from engram_trt.configs.inventory import TensorShape, global_tensors, layer_tensors
 from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.safetensors_header import ITEM_BYTES as STORED_BYTES
 from engram_trt.configs.tensors import ITEM_BYTES, StageSpec
@@ -149,30 +149,22 @@ def _computed(spec: StageSpec, config: ModelConfig) -> Iterator[tuple[str, Dense
             yield name, DenseTensor(shape=(config.rope_head_dim // 2,), dtype="float32")
 
 
-def chain_bytes(
-    specs: tuple[StageSpec, ...], config: ModelConfig, dtype: str, tensors: Mapping[str, TensorShape] | None = None
-) -> tuple[StageBytes, ...]:
-    """`stage_bytes` of every stage, in order; `tensors` are the model's, if they are at hand."""
-    by_layer: dict[str, dict[str, TensorShape]] = {}
-    all_tensors = checkpoint_tensors(config) if tensors is None else tensors
-    for name, tensor in all_tensors.items():
-        first, _, rest = name.partition(".")
-        if first == "layers":
-            by_layer.setdefault(rest.partition(".")[0], {})[name] = tensor
+def chain_bytes(specs: tuple[StageSpec, ...], config: ModelConfig, dtype: str) -> tuple[StageBytes, ...]:
+    """`stage_bytes` of every stage, in order.
 
-    def of(spec: StageSpec) -> Mapping[str, TensorShape]:
-        if spec.layer_id is None:
-            return {name: all_tensors[name] for name in _GLOBAL_WEIGHTS.get(spec.name, ())}
-        return by_layer[str(spec.layer_id)]
-
-    kinds: dict[str, StageBytes] = {}
+    Layers of a kind hold the same, but for a table, whose rows follow from the layer's own primes; so that one of
+    each kind is looked at.
+    """
+    others = global_tensors(config, whole=False)
+    known: dict[tuple[str, int | None], StageBytes] = {}
+    found = []
     for spec in specs:
-        if spec.kind not in kinds:
-            kinds[spec.kind] = stage_bytes(spec, config, dtype, of(spec))
-    # Two layers of a kind differ in their tables at most, whose rows follow from the layer's own primes.
-    return tuple(
-        stage_bytes(spec, config, dtype, of(spec))
-        if kinds[spec.kind].table_bytes and kinds[spec.kind].spec != spec
-        else replace(kinds[spec.kind], spec=spec)
-        for spec in specs
-    )
+        key = spec.kind, spec.layer_id if spec.layer_id in config.engram_layer_ids else None
+        if key not in known:
+            if spec.layer_id is None:
+                own = {name: others[name] for name in _GLOBAL_WEIGHTS.get(spec.name, ())}
+            else:
+                own = layer_tensors(config, spec.layer_id)
+            known[key] = stage_bytes(spec, config, dtype, own)
+        found.append(replace(known[key], spec=spec))
+    return tuple(found)

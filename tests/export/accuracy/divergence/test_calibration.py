@@ -10,8 +10,8 @@ import pytest
 
 from engram_trt.configs.errors import RequestError
 from engram_trt.export.accuracy.divergence import calibration
-from engram_trt.export.accuracy.divergence.calibration import STRIDE, calibrate, noise_between
-from engram_trt.export.accuracy.divergence.tolerances import read_limits, write_tolerances
+from engram_trt.export.accuracy.divergence.calibration import STRIDE, noise_between
+from engram_trt.export.accuracy.divergence.tolerances import read_limits
 from engram_trt.runtime.artifact import Artifact
 from engram_trt.runtime.cli import main
 
@@ -50,6 +50,8 @@ def test_only_tokens_that_both_saw_are_compared() -> None:
 def test_a_calibration_is_written_with_how_and_read_again(
     artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    kinds = calibration.variants("float32", 128)
+    monkeypatch.setattr(calibration, "variants", lambda dtype, whole: (kinds[0], *kinds[2:4]))
     monkeypatch.setattr(calibration, "NUM_PROMPTS", 4)
     monkeypatch.setattr(calibration, "NUM_DECODE", 2)
     path = tmp_path / "tolerances.json"
@@ -61,23 +63,13 @@ def test_a_calibration_is_written_with_how_and_read_again(
     assert 0 < entry["noise"] < 1e-4
     assert entry["limit"] == max(document["how"]["factor"] * entry["noise"], document["how"]["smallest"])
     assert "against whole steps" in entry["by"]
-    limits = read_limits(artifact, path)
-    assert limits.measured["block_03.hidden_states_out"] == entry["limit"]
-    assert read_limits(artifact, None).measured == {}
-
-
-def test_ids_and_lists_get_no_limit(artifact: Artifact, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    kinds = calibration.variants("float32", 128)
-    monkeypatch.setattr(calibration, "NUM_PROMPTS", 2)
-    monkeypatch.setattr(calibration, "NUM_DECODE", 1)
-    monkeypatch.setattr(calibration, "variants", lambda dtype, whole: kinds[:1] + kinds[2:3])
-    measured, how = calibrate(artifact, lambda text, done, total: None)
     floats = {
         f"{stage.name}.{spec.name}" for stage in artifact.stages for spec in stage.outputs if spec.dtype == "float32"
     }
-    assert set(measured) <= floats
-    write_tolerances(artifact, tmp_path / "t.json", measured, how)
-    assert json.loads((tmp_path / "t.json").read_text())["how"]["pairs"] == ["seven tokens a step against whole steps"]
+    assert set(document["tensors"]) <= floats
+    limits = read_limits(artifact, path)
+    assert limits.measured["block_03.hidden_states_out"] == entry["limit"]
+    assert read_limits(artifact, None).measured == {}
 
 
 def test_a_bfloat16_artefact_is_held_against_float32() -> None:

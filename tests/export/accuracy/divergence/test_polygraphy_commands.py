@@ -46,6 +46,7 @@ def test_run_with_our_flag_feeds_real_inputs(artifact: Artifact, tmp_path: Path)
     assert feeds[3]["start_positions"].tolist() == [feeds[2]["start_positions"][0] + 1]
 
 
+@pytest.mark.large
 def test_run_without_the_flag_is_polygraphys_own(artifact: Artifact, tmp_path: Path) -> None:
     assert "PASSED" in polygraphy(tmp_path, "run", stage(artifact, "embedding"), "--onnxrt")
 

@@ -30,6 +30,7 @@ from engram_trt.export.accuracy.stale_keys import stale_index_keys
 from engram_trt.runtime.artifact import Artifact
 from engram_trt.runtime.engine import Engine
 from engram_trt.runtime.stage_runners.contract import Array
+from engram_trt.runtime.stage_runners.onnxruntime import OnnxRuntimeBackend
 
 Level = Literal["op", "stage", "chain", "tokens"]
 LEVELS: tuple[Level, ...] = ("op", "stage", "chain", "tokens")
@@ -195,6 +196,8 @@ class Comparison:
         request = self.request
         outcome = Outcome(level=request.level, backend=name, reference=request.reference)
         if request.level == "op":
+            if name != OnnxRuntimeBackend.name:
+                outcome.notes.append(f"ops are looked at in the exported files, under ONNX Runtime, not inside {name}")
             compare_ops(self.artifact, reference, self.prompts, self.limits, request.stages, outcome, self.progress)
         elif request.level == "tokens":
             first, second = (chain_logits(engine, self.prompts, request.free) for engine in (reference, candidate))

@@ -25,7 +25,7 @@ MEETING_SECONDS = 60
 """How long ranks wait for each other at the start."""
 WAIT_SECONDS = 1e8
 """Of the process group: a session may be idle for long; what is lost is found by the heartbeat."""
-EXIT_INTERRUPTED = 130
+EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 POLL_SECONDS = 0.05
 
 
@@ -45,7 +45,9 @@ class Cluster:
     def __init__(self, rank: Rank, command: str) -> None:
         self.rank, self._command = rank, command
         self._exit_code: int | None = None
+        self._watching: Watch | None = None
         _hold_signals(rank)
+        threading.Thread(target=self._await_termination, name="signals", daemon=True).start()
         self._torch = _import_torch()
         self._store = self._meet()
         try:
@@ -53,7 +55,7 @@ class Cluster:
             self.watch.start()
         except RuntimeError as error:
             raise _absent(rank, error) from None
-        threading.Thread(target=self._await_termination, name="signals", daemon=True).start()
+        self._watching = self.watch
 
     # --- notes on the launcher's store --------------------------------------------------------------------
 
@@ -148,7 +150,9 @@ class Cluster:
     def _await_termination(self) -> None:
         while True:
             signal.sigwait({signal.SIGTERM})
-            self.watch.terminate()
+            if self._watching is None:  # the ranks have not met: nobody is to be named, nothing to be undone
+                os._exit(EXIT_TERMINATED)
+            self._watching.terminate()
 
     def _meet(self) -> Any:
         distributed = self._torch.distributed

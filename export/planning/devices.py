@@ -15,7 +15,7 @@ from engram_trt.export.planning.session_bytes import session_bytes
 from engram_trt.export.planning.stage_bytes import StageBytes
 from engram_trt.export.planning.workspaces import indexer_workspace, intermediate_bytes
 from engram_trt.runtime.engram_opening import AUTO_RESIDENT_BYTES
-from engram_trt.runtime.placement import pieces_of
+from engram_trt.runtime.placement import pieces_of, place
 
 PHASES = ("load", "prefill", "decode")
 
@@ -43,15 +43,23 @@ class DevicePlan:
 def spread_stages(
     stages: Sequence[StageBytes], config: ModelConfig, deployment: DeploymentConfig, num_devices: int, *, gpu: bool
 ) -> tuple[DevicePlan, ...]:
-    """Cut the chain where that is cheap, so that the fullest device holds the least.
+    """Put stages on devices: as the deployment says, or cut where that is cheap, so that the fullest holds the least.
 
     Args:
         stages: the whole chain.
-        config, deployment: the model and the operator's choices.
+        config, deployment: the model and the operator's choices; its own placement counts if it names as many
+            devices.
         num_devices: at most so many; the chain may have fewer pieces.
         gpu: devices are GPUs; one that is not is the machine's own memory.
     """
     by_name = {stage.spec.name: stage for stage in stages}
+    if deployment.stages and len(deployment.devices) == num_devices:
+        placed = place([stage.spec for stage in stages], config, deployment, {})
+        groups = {part.device: tuple(by_name[spec.name] for spec in part.stages) for part in placed}
+        return tuple(
+            DevicePlan(name=name, stages=own, phases=device_phases(own, config, deployment, gpu=gpu))
+            for name, own in groups.items()
+        )
     pieces = [tuple(by_name[spec.name] for spec in piece) for piece in pieces_of([s.spec for s in stages], config)]
     count = min(num_devices, len(pieces))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engram_trt.configs.deployment import DeploymentConfig
+from engram_trt.configs.deployment import DeploymentConfig, StagePlacement
 from engram_trt.configs.engram_placement import EngramPlacement
 from engram_trt.configs.limits import Limits, symbol_limits
 from engram_trt.configs.preset_files import deployment_preset, model_preset
@@ -198,6 +198,19 @@ def test_no_cut_lies_inside_a_group_that_shares_a_cache(released: ModelFacts) ->
     devices = Plan.of(request_of(released)).devices
     firsts = [device.stages[0].spec.name for device in devices]
     assert firsts == ["engram_hash", "block_02", "block_08", "block_14", "block_20", "head"]
+
+
+def test_a_deployment_s_own_placement_is_planned(released: ModelFacts) -> None:
+    deployment = replace(
+        deployment_preset("released"),
+        devices=("cuda:0", "cuda:1"),
+        stages=(StagePlacement(device="cuda:0", layers=(0, 7)), StagePlacement(device="cuda:1", layers=(8, 39))),
+    )
+    devices = Plan.of(request_of(released, deployment=deployment, num_gpus=2)).devices
+    assert [(d.name, d.stages[0].spec.name, d.stages[-1].spec.name) for d in devices] == [
+        ("cuda:0", "engram_hash", "block_07"),
+        ("cuda:1", "block_08", "head"),
+    ]
 
 
 # --- verdicts ---------------------------------------------------------------------------------------------

@@ -49,12 +49,17 @@ class Cluster:
         _hold_signals(rank)
         threading.Thread(target=self._await_termination, name="signals", daemon=True).start()
         self._torch = _import_torch()
+        # The library's own limit is tried several times over, and may be minutes.
+        deadline = threading.Timer(MEETING_SECONDS, self._leave_now, [_absent(rank, TimeoutError("no answer"))])
+        deadline.daemon = True
+        deadline.start()
         self._store = self._meet()
         try:
             self.watch = Watch(self._store.clone(), rank.number, rank.world_size, self._leave_now)
             self.watch.start()
         except RuntimeError as error:
             raise _absent(rank, error) from None
+        deadline.cancel()
         self._watching = self.watch
 
     # --- notes on the launcher's store --------------------------------------------------------------------
@@ -157,7 +162,7 @@ class Cluster:
     def _meet(self) -> Any:
         distributed = self._torch.distributed
         try:
-            store, _, _ = next(distributed.rendezvous("env://", timeout=timedelta(seconds=MEETING_SECONDS)))
+            store, _, _ = next(distributed.rendezvous("env://", timeout=timedelta(seconds=5 * MEETING_SECONDS)))
             store.set_timeout(timedelta(seconds=MEETING_SECONDS))
             return store
         except (RuntimeError, ValueError) as error:

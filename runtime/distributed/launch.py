@@ -89,11 +89,12 @@ def run_ranked(rank: Rank, request: LaunchRequest, body: Body) -> int:
         the exit code.
 
     Raises:
-        UserError: on rank 0, whatever rank it concerns.
+        UserError: on rank 0, whatever rank it concerns; on another only if it cannot join.
         PeerError: a rank is lost.
     """
+    cluster = Cluster(rank, request.command)  # who cannot join has to say so itself
     try:
-        with Cluster(rank, request.command) as cluster:
+        with cluster:
             return _run_joined(cluster, request, body)
     except PeerError as error:
         if rank.number and error.kind not in ("lost", "failed"):

@@ -251,7 +251,66 @@ def _image_bias_for_text(forward: Any) -> Any:
     return replaced
 
 
+def _coarse_tiles(dequantize: Any) -> Any:
+    """Scales of 32 x 32 tiles read as if a tile had 128 columns."""
+
+    def replaced(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        columns = torch.arange(scale.shape[1]) // 4
+        return dequantize(weight, scale.view(torch.uint8)[:, columns].view(scale.dtype), dtype)
+
+    return replaced
+
+
+def _large_epsilon(normalize: Any) -> Any:
+    return lambda x, weight, eps: normalize(x, weight, 1e-6)
+
+
+def _images_seen_by_engram(forward: Any) -> Any:
+    return lambda self, streams, ids, rows, scales, mask: forward(
+        self, streams, ids, rows, scales, None if mask is None else torch.zeros_like(mask)
+    )
+
+
+def _groups_of_32(rounded: Any) -> Any:
+    """Compressed rows in the groups of the index keys."""
+    return lambda x, format: rounded(x, 1 if format == 2 else format)
+
+
+ROUNDING_FAULTS = (
+    SeededFault(
+        label="group 32 instead of 16",
+        name=f"{PLUGINS}quantize_dequantize.reference.quantize_dequantize",
+        make=_groups_of_32,
+        stage="block_02",
+        tensor="compressed_kv_out",
+        op="QuantizeDequantize",
+    ),
+)
+"""Faults that only an artefact with rounded caches can show."""
+
 FAULTS = (
+    SeededFault(
+        label="FP8 tiles of 128 columns",
+        name=f"{MODELING}weights.dequantize_fp8",
+        make=_coarse_tiles,
+        stage="block_00",
+        op="attn.w",
+        reloads=True,
+    ),
+    SeededFault(
+        label="epsilon of 1e-6 in every norm",
+        name=f"{MODELING}layers.rms_normalize",
+        make=_large_epsilon,
+        stage="block_00",
+        op="attn_norm",
+    ),
+    SeededFault(
+        label="Engram gate open at images",
+        name=f"{MODELING}engram.Engram.forward",
+        make=_images_seen_by_engram,
+        stage="block_01",
+        op="HyperConnectionMix",
+    ),
     SeededFault(
         label="transposed comb",
         name=f"{MODELING}hyper_connections.expand",

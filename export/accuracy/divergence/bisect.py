@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,8 +11,10 @@ import numpy.typing as npt
 from engram_trt.export.accuracy.divergence.deviation import Deviation, deviation
 from engram_trt.export.accuracy.divergence.eager_points import eager_points
 from engram_trt.export.accuracy.divergence.findings import PointFinding
-from engram_trt.export.accuracy.divergence.limits import EXACT, HAND_SET, Limit, Limits
+from engram_trt.export.accuracy.divergence.limits import EXACT, HAND_SET, HAND_SET_ROUNDING, Limit, Limits
 from engram_trt.export.accuracy.divergence.lockstep import Divergence
+from engram_trt.export.accuracy.divergence.outputs import without_flips
+from engram_trt.export.accuracy.divergence.pairing import paired
 from engram_trt.export.accuracy.divergence.places import Places
 from engram_trt.export.accuracy.divergence.reference_ops import reference_outputs
 from engram_trt.export.accuracy.divergence.stage_graph import Anchor, StageGraph
@@ -53,12 +54,12 @@ def bisect_stage(artifact: Artifact, explainer: Explainer, divergence: Divergenc
     graph = StageGraph(artifact.root / record.onnx.path)
     inputs = inputs_for_eager(divergence.feed, divergence.engram_ids)
     module = explainer.module(stage)
-    num_ops = Counter(anchor.op_type for anchor in graph.anchors if anchor.op_type)
-    eager, outputs = eager_points(module, explainer.tensors(spec, inputs), spec.output_names, num_ops)
+    eager, outputs = eager_points(module, explainer.tensors(spec, inputs), spec.output_names)
     weights = {item.name: artifact.resident(spec, item.name) for item in spec.inputs if item.role == "resident"}
     feed = {**weights, **inputs}
     points = _points(graph)
     values = graph.values([point.value for point in points], feed)
+    eager = paired(eager, graph.anchors, {**feed, **values})
     chosen = None if divergence.finding.tensor.removesuffix("_out") in _CACHES else divergence.chosen
     for point in points:
         want = (
@@ -119,7 +120,8 @@ def _compare(
         want, found = want[flat], found[flat]
     elif found.ndim > 1:
         want, found = want.reshape(-1, found.shape[-1]), found.reshape(-1, found.shape[-1])
-    return deviation(want, found, _limit(found, limits))
+    result = deviation(want, found, _limit(found, limits))
+    return without_flips(result) if limits.rounding else result
 
 
 def _step_shape(inputs: Mapping[str, Array]) -> tuple[int, int]:
@@ -130,7 +132,7 @@ def _step_shape(inputs: Mapping[str, Array]) -> tuple[int, int]:
 def _limit(values: npt.NDArray[np.generic], limits: Limits) -> Limit:
     if values.dtype.kind != "f":
         return EXACT
-    return Limit(value=max(HAND_SET["float32"], 2e-1 if limits.rounding else 0.0), origin="hand-set")
+    return Limit(value=max(HAND_SET["float32"], HAND_SET_ROUNDING if limits.rounding else 0.0), origin="hand-set")
 
 
 def _name(

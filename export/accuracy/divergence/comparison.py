@@ -214,7 +214,7 @@ class Comparison:
 
         def lockstep(first: object, second: object) -> Lockstep:
             stages = frozenset(request.stages) or None
-            level: Literal["chain", "stage"] = "stage" if request.level == "stage" else "chain"
+            level: Literal["chain", "stage"] = "stage" if request.level == "stage" or self.limits.rounding else "chain"
             return Lockstep(first, second, self.limits, explainer, outcome, level, stages, self._stage_files())  # type: ignore[arg-type]
 
         def explain(divergence: Divergence) -> None:
@@ -225,6 +225,11 @@ class Comparison:
                 point = bisect_stage(self.artifact, explainer, divergence, self.limits)
                 outcome.findings[0] = replace(finding, point=point)
 
+        if self.limits.rounding and request.level == "chain":
+            outcome.notes.append(
+                "this artefact rounds to FP8 or FP4, where the last bits decide: every stage gets the reference's "
+                "inputs, and a few flipped roundings are no difference"
+            )
         schedule = Schedule(prompts=self.prompts, free=request.free, keep_going=request.keep_going)
         compare_chains(lockstep, reference, candidate, schedule, outcome, explain, self.progress)
 

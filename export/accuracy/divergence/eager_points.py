@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engram_trt.export.accuracy.divergence.reference_ops import TORCH_NAMES
+from engram_trt.export.modeling.compute import NO_FORMAT
 from engram_trt.export.modeling.layers import Linear, RMSNorm
 from engram_trt.runtime.stage_runners.contract import Array
 
@@ -49,8 +50,10 @@ def _module_hooks(module: nn.Module, points: dict[Point, Tensor]) -> Iterator[No
     """Notes input and output of linears and norms."""
 
     def hook(label: str) -> Any:
-        def note(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            points.setdefault((label, "input", 0), inputs[0].detach().clone())
+        def note(item: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            # A linear that rounds its input does so inside; the graph's product sees the rounded one.
+            if getattr(item, "activation_format", NO_FORMAT) == NO_FORMAT:
+                points.setdefault((label, "input", 0), inputs[0].detach().clone())
             points.setdefault((label, "output", 0), output.detach().clone())
 
         return note
@@ -69,7 +72,7 @@ def _module_hooks(module: nn.Module, points: dict[Point, Tensor]) -> Iterator[No
 
 @torch.no_grad()
 def eager_points(
-    module: nn.Module, tensors: dict[str, Tensor], outputs: tuple[str, ...], num_ops: Mapping[str, int]
+    module: nn.Module, tensors: dict[str, Tensor], outputs: tuple[str, ...]
 ) -> tuple[Mapping[Point, Array], Mapping[str, Array]]:
     """Run a stage's module.
 
@@ -77,18 +80,13 @@ def eager_points(
         module: of the stage.
         tensors: its inputs; changed in place.
         outputs: names of its outputs.
-        num_ops: how many nodes of each op the exported stage has; an op called another number of times is left out.
 
     Returns:
         values by point, and the stage's outputs by name.
     """
     points: dict[Point, Tensor] = {}
-    ops = _OpRecorder(points)
-    with _module_hooks(module, points), ops:
+    with _module_hooks(module, points), _OpRecorder(points):
         results = module(tensors, outputs)
-    for op_type, count in ops.counts.items():
-        if count + 1 != num_ops.get(op_type, 0):  # calls that cannot be paired with nodes one by one
-            points = {key: value for key, value in points.items() if key[0].partition("#")[0] != op_type}
     named = dict(zip(outputs, results, strict=True))
     return {key: _array(value) for key, value in points.items()}, {key: _array(v) for key, v in named.items()}
 

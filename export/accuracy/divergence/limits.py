@@ -21,8 +21,9 @@ the last layer); bfloat16: about ten roundings (2^-8 each) on top of each other.
 HAND_SET_ALONE: Mapping[str, float] = {"float32": 3e-5, "bfloat16": 3e-2}
 """The same for one stage on equal inputs, where nothing adds up (`tiny`: 3e-6)."""
 
-HAND_SET_ROUNDING = 2e-1
-"""Where activations or caches are rounded to FP8 or FP4: one flipped rounding is an error of up to 2^-3 of a value."""
+HAND_SET_ROUNDING = 2e-2
+"""Where activations or caches are rounded to FP8 or FP4; what a few flipped roundings do is set aside beforehand (see
+`outputs.without_flips`)."""
 
 TIE = 1e-4
 """Scores closer than this, relative to the root mean square of the scores, may be chosen in either order."""

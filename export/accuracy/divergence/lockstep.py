@@ -153,7 +153,12 @@ class Lockstep:
         stage = reference.spec
         return [
             compare_output(
-                spec, reference.read(spec.name), candidate.read(spec.name), places, self.limits.of(stage.name, spec)
+                spec,
+                reference.read(spec.name),
+                candidate.read(spec.name),
+                places,
+                self.limits.of(stage.name, spec),
+                self.limits.rounding,
             )
             for spec in in_causal_order(stage)
         ]
@@ -224,7 +229,9 @@ class Lockstep:
             first = rerun_stage(reference, self.reference.engine.backend, changed)
             second = rerun_stage(candidate, self.candidate.engine.backend, changed)
             compared = [
-                compare_output(spec, first[spec.name], second[spec.name], places, self.limits.alone(spec))
+                compare_output(
+                    spec, first[spec.name], second[spec.name], places, self.limits.alone(spec), self.limits.rounding
+                )
                 for spec in in_causal_order(stage)
             ]
             if any(item.deviation.wrong.any() for item in compared):

@@ -51,6 +51,7 @@ def test_limits_leave_every_rank_two_seconds() -> None:
     assert LIMIT_SECONDS + BEAT_SECONDS + GRACE_SECONDS < 2
 
 
+@pytest.mark.large
 def test_three_ranks_print_what_one_does_and_only_the_first_prints(tiny_artifact: Path, expected: str) -> None:
     with Ranks([generate(tiny_artifact, "--max-tokens", 12, "--json")] * 3) as ranks:
         ended = ranks.end()
@@ -60,9 +61,10 @@ def test_three_ranks_print_what_one_does_and_only_the_first_prints(tiny_artifact
 
 
 def test_torchrun_needs_no_deployment_file(tiny_artifact: Path, expected: str) -> None:
+    """Three ranks print what one does: only the first prints, and everything ends by itself."""
     torchrun = str(Path(sys.executable).with_name("torchrun"))
     command = generate(tiny_artifact, "--max-tokens", 12, "--json")
-    call = [torchrun, "--nproc-per-node", "2", PROGRAM, *map(str, command)]
+    call = [torchrun, "--nproc-per-node", "3", PROGRAM, *map(str, command)]
     done = subprocess.run(call, capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert (done.returncode, done.stdout) == (0, expected), done.stderr
 
@@ -107,6 +109,7 @@ def test_ctrl_c_on_the_first_rank_ends_all(tiny_artifact: Path) -> None:
     assert [end.err for end in ended] == ["interrupted\n", ""]
 
 
+@pytest.mark.large
 def test_a_rank_that_was_stopped_too_long_is_lost_and_does_not_come_back(tiny_artifact: Path) -> None:
     with Ranks([endless(tiny_artifact)] * 2) as ranks:
         ranks.await_output()

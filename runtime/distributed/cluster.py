@@ -25,7 +25,7 @@ MEETING_SECONDS = 60
 """How long ranks wait for each other at the start."""
 WAIT_SECONDS = 1e8
 """Of the process group: a session may be idle for long; what is lost is found by the heartbeat."""
-EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
+EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, EXIT_TERMINATED = 130, 141, 143
 POLL_SECONDS = 0.05
 
 
@@ -132,8 +132,8 @@ class Cluster:
         _leave_at_exit(self._exit_code)
 
     def _tell(self, error: BaseException) -> None:
-        if isinstance(error, KeyboardInterrupt):
-            self.watch.tell("interrupted", "interrupted by the user")
+        if isinstance(error, KeyboardInterrupt | BrokenPipeError):
+            self.watch.tell("interrupted", "a user who has seen enough")
         elif isinstance(error, UserError):
             self.watch.tell("refused", str(error))
         else:
@@ -215,6 +215,8 @@ class TorchTransport(Transport):
 def _exit_code(error: BaseException) -> int:
     if isinstance(error, UserError):
         return error.exit_code
+    if isinstance(error, BrokenPipeError):
+        return EXIT_BROKEN_PIPE
     return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
 

@@ -71,8 +71,12 @@ class Limits:
             return Limit(value=found, origin="measured")
         return Limit(value=HAND_SET_ROUNDING if self.rounding else HAND_SET[spec.dtype], origin="hand-set")
 
-    def alone(self, spec: TensorSpec) -> Limit:
-        """The limit of one stage's output on equal inputs that no calibration saw."""
+    def alone(self, stage: str, spec: TensorSpec) -> Limit:
+        """The limit of a stage's output on equal inputs that a text does not bring about.
+
+        A calibration did not see them, so what it measured only raises the hand-set limit.
+        """
         if spec.dtype not in HAND_SET_ALONE:
             return EXACT
-        return Limit(value=HAND_SET_ROUNDING if self.rounding else HAND_SET_ALONE[spec.dtype], origin="hand-set")
+        value = HAND_SET_ROUNDING if self.rounding else HAND_SET_ALONE[spec.dtype]
+        return Limit(value=max(value, self.measured.get(f"{stage}.{spec.name}", 0.0)), origin="hand-set")

@@ -33,7 +33,13 @@ from engram_trt.export.accuracy.divergence.outputs import (
 )
 from engram_trt.export.accuracy.divergence.places import Places, StepPlaces
 from engram_trt.export.accuracy.divergence.rerun import rerun_stage
-from engram_trt.export.accuracy.divergence.stepping import RESIDENT_LIKE, OpenStep, StageCall, SteppedSession
+from engram_trt.export.accuracy.divergence.stepping import (
+    RESIDENT_LIKE,
+    OpenStep,
+    StageCall,
+    SteppedSession,
+    hand_over,
+)
 from engram_trt.export.accuracy.divergence.ties import SCORES_OF, Choices, Explainer, inputs_for_eager
 from engram_trt.runtime.session import Logits, Tokens
 from engram_trt.runtime.stage_runners.contract import Array
@@ -116,7 +122,7 @@ class Lockstep:
                 self._track(reference, item, np.zeros_like(item.deviation.wrong))
         self._edges(reference, candidate, places)
         if self._level == "stage":
-            _hand_over(reference, candidate)
+            hand_over(reference, candidate)
 
     def _reported(self, call: StageCall) -> bool:
         return self._stages is None or call.spec.name in self._stages
@@ -175,11 +181,11 @@ class Lockstep:
             first = wrong[0]
             mask = first.deviation.wrong & ~excused[first.spec.name]
             finding = self._finding(reference, first, mask, wrong, self._cause(candidate, reference, feed, first, mask))
-            self._keep(finding, reference, candidate, _chosen(first.places, mask), feed, ids)
+            self._keep(finding, reference, candidate, first.places.chosen(mask), feed, ids)
         elif choices is not None:
             tied = max(int((item.deviation.wrong & excused[item.spec.name]).sum()) for item in compared)
             self.outcome.ties[reference.spec.name] = self.outcome.ties.get(reference.spec.name, 0) + tied
-        _hand_over(reference, candidate)
+        hand_over(reference, candidate)
 
     def _choices(self, call: StageCall, feed: Mapping[str, Array], ids: Array | None) -> Choices | None:
         if self._explainer is None or call.spec.layer_id is None:
@@ -230,7 +236,12 @@ class Lockstep:
             second = rerun_stage(candidate, self.candidate.engine.backend, changed)
             compared = [
                 compare_output(
-                    spec, first[spec.name], second[spec.name], places, self.limits.alone(spec), self.limits.rounding
+                    spec,
+                    first[spec.name],
+                    second[spec.name],
+                    places,
+                    self.limits.alone(stage.name, spec),
+                    self.limits.rounding,
                 )
                 for spec in in_causal_order(stage)
             ]
@@ -263,7 +274,7 @@ class Lockstep:
         if wrong:
             mask = masks[wrong[0].spec.name]
             finding = replace(self._finding(reference, wrong[0], mask, wrong, "own"), inputs=name)
-            self._keep(finding, reference, candidate, _chosen(wrong[0].places, mask), feed, ids)
+            self._keep(finding, reference, candidate, wrong[0].places.chosen(mask), feed, ids)
 
     # --- bookkeeping ----------------------------------------------------------------------------------------
 
@@ -318,15 +329,3 @@ class Lockstep:
             agreement.compared += len(item.deviation.wrong)
             agreement.same += int((~item.deviation.wrong).sum())
             agreement.tied += int(excused.sum())
-
-
-def _chosen(places: Places, mask: Mask) -> Places:
-    return Places(rows=places.rows[mask], slots=places.slots[mask], positions=places.positions[mask])
-
-
-def _hand_over(reference: StageCall, candidate: StageCall) -> None:
-    """Give the candidate the reference's outputs."""
-    for spec in reference.spec.outputs:
-        first = reference.read(spec.name)
-        if not np.array_equal(first, candidate.read(spec.name)):
-            candidate.views[spec.name].write(first)

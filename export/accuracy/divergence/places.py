@@ -37,10 +37,9 @@ class Places:
         """[batch, slots, ...] -> [n, ...]."""
         return values[self.rows, self.slots]
 
-    def put(self, target: Array, values: Array, chosen: npt.NDArray[np.bool_]) -> None:
-        """Copy the chosen elements from `values` into `target`, both [batch, slots, ...]."""
-        rows, slots = self.rows[chosen], self.slots[chosen]
-        target[rows, slots] = values[rows, slots]
+    def chosen(self, mask: npt.NDArray[np.bool_]) -> Places:
+        """Some of the elements; mask is bool [n]."""
+        return Places(rows=self.rows[mask], slots=self.slots[mask], positions=self.positions[mask])
 
 
 class StepPlaces:

@@ -11,6 +11,7 @@ from seeded_faults import FAULTS, SeededFault
 from engram_trt.export.accuracy.divergence.comparison import Comparison
 from engram_trt.runtime.artifact import Artifact
 from engram_trt.runtime.engine import Engine
+from engram_trt.runtime.session import Session
 
 SHORT, LONG = (2, 19), (66, 97)
 """Prompts that exceed the window of 16; and the top-k of 32 pairs and the 96 entries of the candidate blocks."""
@@ -58,12 +59,15 @@ def test_the_block_is_as_it_was_after_planting() -> None:
 
 
 def test_a_fault_in_the_runtime_is_on_the_torch_side_only(eager: Engine, exported: Engine) -> None:
-    from engram_trt.runtime.session import Session
+    def broken(self: object, num_rows: int) -> None:
+        raise LookupError("the replacement")
 
-    with planted("engram_trt.runtime.token_cache.TokenCache.recent", lambda self, rows: "replaced"):
-        found = [type(Session(engine)._host_input("token_history", (1, 3), {}, "last")) for engine in (eager, exported)]
-    assert found[0] is str
-    assert found[1] is not str
+    with planted("engram_trt.runtime.token_cache.TokenCache.recent", broken):
+        session = Session(exported)
+        session.step({session.add(): [5]})
+        session = Session(eager)
+        with pytest.raises(LookupError, match="the replacement"):
+            session.step({session.add(): [5]})
 
 
 def test_a_fault_of_one_layer_names_that_layer(

@@ -13,6 +13,7 @@ import pytest
 from engram_trt.export.accuracy import polygraphy_loader
 from engram_trt.runtime.artifact import Artifact
 
+LOADER = ["--data-loader-script", str(polygraphy_loader.__file__)]
 STAGES = ["engram_hash", "embedding", *(f"block_{layer:02d}" for layer in range(12)), "head"]
 
 
@@ -54,7 +55,7 @@ def test_run_without_the_flag_is_polygraphys_own(artifact: Artifact, tmp_path: P
 def check_and_cut(artifact: Artifact, name: str, folder: Path) -> None:
     file = stage(artifact, name)
     assert "Graph Input(s)" in polygraphy(folder, "inspect", "model", file)
-    polygraphy(folder, "check", "lint", file)
+    polygraphy(folder, "check", "lint", file, *LOADER)
     output = onnx.load(file, load_external_data=False).graph.output[-1].name
     polygraphy(folder, "surgeon", "extract", file, "--outputs", f"{output}:auto", "-o", "part.onnx")
     assert [item.name for item in onnx.load(folder / "part.onnx").graph.output] == [output]
@@ -68,8 +69,7 @@ def test_inspect_lint_and_extract(artifact: Artifact, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", STAGES)
 def test_every_file_takes_every_command(name: str, artifact: Artifact, tmp_path: Path) -> None:
     check_and_cut(artifact, name, tmp_path)
-    loader = ["--data-loader-script", str(polygraphy_loader.__file__)]
-    assert "PASSED" in polygraphy(tmp_path, "run", stage(artifact, name), "--onnxrt", *loader)
+    assert "PASSED" in polygraphy(tmp_path, "run", stage(artifact, name), "--onnxrt", *LOADER)
 
 
 @pytest.mark.large

@@ -39,8 +39,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from engram_trt.configs.errors import BackendError
-    from engram_trt.export.engine_build import BuildProgress, BuildRequest, build_engines
-    from engram_trt.export.engine_targets import name_of, parse_targets
+    from engram_trt.export.engines.build import BuildProgress, BuildRequest, build_engines
+    from engram_trt.export.engines.targets import name_of, parse_targets
     from engram_trt.plugins.tensorrt_api import BACKENDS
     from engram_trt.runtime.cuda_driver import local_compute_capability
 

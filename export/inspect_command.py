@@ -62,7 +62,7 @@ def builds(root: Path, manifest: Manifest) -> list[dict[str, Any]]:
         manifest: its manifest.
     """
     from engram_trt.configs.errors import UserError
-    from engram_trt.export.engine_targets import name_of
+    from engram_trt.export.engines.targets import name_of
     from engram_trt.runtime.stage_runners.tensorrt_manifest import EnginesManifest, find_builds
 
     found: list[dict[str, Any]] = []
@@ -108,7 +108,7 @@ def stale_reasons(engines: Any, manifest: Manifest, folder: Path) -> list[str]:
         folder: of the build.
     """
     from engram_trt.configs.errors import UserError
-    from engram_trt.export.engine_plans import plan_code_digest
+    from engram_trt.export.engines.plans import plan_code_digest
     from engram_trt.plugins.trt_registration import require_same_plugins
 
     reasons = []

@@ -17,10 +17,10 @@ from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.tensors import StageSpec
 from engram_trt.runtime.device_threads import core_of
 from engram_trt.runtime.engine import Engine
-from engram_trt.runtime.engram_opening import bound_arrays, open_store
-from engram_trt.runtime.engram_staging import ROWS, SCALES
-from engram_trt.runtime.engram_store import EngramStore
-from engram_trt.runtime.engram_tables import table_names
+from engram_trt.runtime.engram.opening import bound_arrays, open_store
+from engram_trt.runtime.engram.staging import ROWS, SCALES
+from engram_trt.runtime.engram.store import EngramStore
+from engram_trt.runtime.engram.tables import table_names
 from engram_trt.runtime.placement import PlacedStages, place, stage_cost
 from engram_trt.runtime.resident_weights import ResidentWeights
 from engram_trt.runtime.stage_runners.contract import Array, Backend

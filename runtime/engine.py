@@ -13,8 +13,8 @@ from engram_trt.configs.limits import symbol_limits
 from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.tensors import ITEM_BYTES, StageSpec
 from engram_trt.runtime.device_threads import DeviceThread, core_of
-from engram_trt.runtime.engram_staging import ROWS, SCALES
-from engram_trt.runtime.engram_store import EngramStore
+from engram_trt.runtime.engram.staging import ROWS, SCALES
+from engram_trt.runtime.engram.store import EngramStore
 from engram_trt.runtime.placement import PlacedStages
 from engram_trt.runtime.stage_runners.contract import Backend, StageRunner
 from engram_trt.runtime.timeline import Timeline

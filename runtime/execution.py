@@ -14,7 +14,7 @@ import numpy as np
 
 from engram_trt.configs.tensors import TensorSpec
 from engram_trt.runtime.device_threads import DeviceThread
-from engram_trt.runtime.engram_staging import EngramStaging
+from engram_trt.runtime.engram.staging import EngramStaging
 from engram_trt.runtime.stage_runners.contract import Array, Backend, Run, StageRunner, View
 from engram_trt.runtime.state import SessionBuffers
 from engram_trt.runtime.timeline import Timeline

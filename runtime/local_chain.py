@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from engram_trt.configs.limits import COMPRESS_RATIOS
 from engram_trt.runtime.engine import Engine
-from engram_trt.runtime.engram_staging import EngramStaging
+from engram_trt.runtime.engram.staging import EngramStaging
 from engram_trt.runtime.execution import (
     CONSTANT_INPUTS,
     BoundChain,

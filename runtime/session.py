@@ -16,7 +16,7 @@ import numpy.typing as npt
 from engram_trt.configs.errors import RequestError
 from engram_trt.configs.limits import COMPRESS_RATIOS, symbol_limits
 from engram_trt.runtime.engine import Engine
-from engram_trt.runtime.engram_staging import EngramStaging
+from engram_trt.runtime.engram.staging import EngramStaging
 from engram_trt.runtime.execution import CONSTANT_INPUTS, BoundChain, SessionChain, remembered
 from engram_trt.runtime.local_chain import LocalChain
 from engram_trt.runtime.row_snapshot import RowSnapshot

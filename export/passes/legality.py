@@ -9,7 +9,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from engram_trt.configs.errors import BackendError
-from engram_trt.export.engine_model import PLUGIN_ATTRIBUTES, graph_nodes
+from engram_trt.export.engines.model import PLUGIN_ATTRIBUTES, graph_nodes
 from engram_trt.plugins.registry import SPECS
 from engram_trt.plugins.spec import NAMESPACE, PluginSpec
 

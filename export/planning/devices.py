@@ -14,7 +14,7 @@ from engram_trt.configs.tensors import ITEM_BYTES
 from engram_trt.export.planning.session_bytes import session_bytes
 from engram_trt.export.planning.stage_bytes import StageBytes
 from engram_trt.export.planning.workspaces import indexer_workspace, intermediate_bytes
-from engram_trt.runtime.engram_opening import AUTO_RESIDENT_BYTES
+from engram_trt.runtime.engram.opening import AUTO_RESIDENT_BYTES
 from engram_trt.runtime.placement import pieces_of, place
 
 PHASES = ("load", "prefill", "decode")

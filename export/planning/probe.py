@@ -17,7 +17,7 @@ import numpy as np
 
 from engram_trt.configs.errors import BackendError
 from engram_trt.runtime.cuda_driver import CudaDriver
-from engram_trt.runtime.engram_memory import available_memory
+from engram_trt.runtime.engram.memory import available_memory
 
 COPY_BYTES = 128 << 20
 PRODUCT_SIZE = 1024

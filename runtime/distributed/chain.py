@@ -14,7 +14,7 @@ from engram_trt.runtime.distributed.mail import Inbox, Message, Outbox, Transpor
 from engram_trt.runtime.distributed.routes import Layouts, Routes
 from engram_trt.runtime.distributed.wire import Bytes, Header, Layout, MessageBuffer, Op
 from engram_trt.runtime.engine import Engine
-from engram_trt.runtime.engram_staging import EngramStaging
+from engram_trt.runtime.engram.staging import EngramStaging
 from engram_trt.runtime.execution import BoundChain, SessionChain
 from engram_trt.runtime.local_chain import LocalChain
 from engram_trt.runtime.stage_runners.contract import Array, View

@@ -42,7 +42,7 @@ def check_engines() -> dict[str, Any]:
 
 def _compare(folder: Path, backend: str, sm: int) -> dict[str, Any]:
     from engram_trt.configs.preset_files import deployment_preset, model_preset
-    from engram_trt.export.engine_build import BuildRequest, build_engines
+    from engram_trt.export.engines.build import BuildRequest, build_engines
     from engram_trt.export.pipeline import ExportRequest, export_checkpoint
     from engram_trt.export.synth import SynthRequest, synthesize
     from engram_trt.runtime.artifact import Artifact

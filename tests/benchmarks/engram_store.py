@@ -31,9 +31,9 @@ import psutil
 import torch
 
 from engram_trt.configs.safetensors_header import TensorEntry
-from engram_trt.runtime.engram_packed import PackedHeader, PackedTable, checksums_digest, pack_records
-from engram_trt.runtime.engram_store import EngramStore
-from engram_trt.runtime.engram_tables import MappedTable, ShardFiles, TableShape
+from engram_trt.runtime.engram.packed import PackedHeader, PackedTable, checksums_digest, pack_records
+from engram_trt.runtime.engram.store import EngramStore
+from engram_trt.runtime.engram.tables import MappedTable, ShardFiles, TableShape
 
 NUM_ROWS = 8_500_000  # 2.09 GiB
 WIDTH, GROUPS = 256, 8

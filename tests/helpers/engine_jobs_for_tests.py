@@ -11,11 +11,11 @@ import onnx
 from engram_trt.configs.artifact import Manifest
 from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.tensors import StageSpec
-from engram_trt.export.engine_jobs import EngineJob, job_folder
-from engram_trt.export.engine_plans import table_rows
-from engram_trt.export.engine_pool import BuildPool, PoolLimits
-from engram_trt.export.engine_process import Finished
-from engram_trt.export.engine_profiles import stage_profiles
+from engram_trt.export.engines.jobs import EngineJob, job_folder
+from engram_trt.export.engines.plans import table_rows
+from engram_trt.export.engines.pool import BuildPool, PoolLimits
+from engram_trt.export.engines.process import Finished
+from engram_trt.export.engines.profiles import stage_profiles
 
 BACKEND = "tensorrt_rtx"
 TARGETS = (89, 120)

@@ -23,7 +23,7 @@ from engram_trt.export.planning.session_bytes import cache_rates, session_bytes
 from engram_trt.export.planning.verdict import verdict
 from engram_trt.runtime.artifact import Artifact
 from engram_trt.runtime.cli import main
-from engram_trt.runtime.engram_staging import EngramStaging
+from engram_trt.runtime.engram.staging import EngramStaging
 from engram_trt.runtime.session import Session
 
 GIB = 1 << 30

@@ -17,7 +17,7 @@ from engram_trt.configs.errors import CheckpointError, DeploymentError, Tokenize
 from engram_trt.configs.preset_files import model_preset
 from engram_trt.runtime.artifact import Artifact
 from engram_trt.runtime.engine import Engine
-from engram_trt.runtime.engram_packing import pack_table
+from engram_trt.runtime.engram.packing import pack_table
 from engram_trt.runtime.session import Session
 
 LAYERS = (1, 4)

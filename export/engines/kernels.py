@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engram_trt.configs.errors import BackendError
-from engram_trt.export.engine_model import PluginNode
+from engram_trt.export.engines.model import PluginNode
 from engram_trt.plugins.kernels.plan import SHARED_MEMORY_LIMIT, Variant
 from engram_trt.plugins.trt_kernels import KernelLibrary, KernelRecord
 from engram_trt.plugins.trt_plugins import plugin_of

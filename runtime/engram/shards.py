@@ -16,8 +16,8 @@ import numpy as np
 
 from engram_trt.configs.engram_layout import EngramLayout
 from engram_trt.configs.errors import BackendError, DeploymentError
-from engram_trt.runtime.engram_files import Bytes
-from engram_trt.runtime.engram_tables import Ids, Table, TableShape
+from engram_trt.runtime.engram.files import Bytes
+from engram_trt.runtime.engram.tables import Ids, Table, TableShape
 from engram_trt.runtime.stage_runners.contract import Backend, Buffer
 
 _LOAD_ROWS = 1 << 16

@@ -15,14 +15,14 @@ from engram_trt.configs.engram_layout import EngramLayout
 from engram_trt.configs.engram_placement import EngramPlacement
 from engram_trt.configs.safetensors_header import TensorEntry
 from engram_trt.configs.tensors import StageSpec
-from engram_trt.runtime.engram_files import unreadable
-from engram_trt.runtime.engram_host import HostTable, load_host_table, packed_parts, shard_parts
-from engram_trt.runtime.engram_memory import available_memory
-from engram_trt.runtime.engram_packed import PackedTable, damaged, packed_path, require_same_rows
-from engram_trt.runtime.engram_shards import ShardedTable, ranges_by_columns, ranges_by_rows
-from engram_trt.runtime.engram_staging import ROWS, SCALES
-from engram_trt.runtime.engram_store import EngramStore
-from engram_trt.runtime.engram_tables import MappedTable, ShardFiles, Table, TableShape, table_entries, table_names
+from engram_trt.runtime.engram.files import unreadable
+from engram_trt.runtime.engram.host import HostTable, load_host_table, packed_parts, shard_parts
+from engram_trt.runtime.engram.memory import available_memory
+from engram_trt.runtime.engram.packed import PackedTable, damaged, packed_path, require_same_rows
+from engram_trt.runtime.engram.shards import ShardedTable, ranges_by_columns, ranges_by_rows
+from engram_trt.runtime.engram.staging import ROWS, SCALES
+from engram_trt.runtime.engram.store import EngramStore
+from engram_trt.runtime.engram.tables import MappedTable, ShardFiles, Table, TableShape, table_entries, table_names
 from engram_trt.runtime.stage_runners.contract import Array, Backend
 from engram_trt.runtime.stage_runners.onnxruntime import ResidentArrays
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from engram_trt.configs.errors import CheckpointError, RequestError
-from engram_trt.runtime.engram_cache import HotRows
-from engram_trt.runtime.engram_dequantize import BLOCK_ROWS, Bfloat16Bits, Dequantizer
-from engram_trt.runtime.engram_files import Bytes
-from engram_trt.runtime.engram_tables import Ids, Table, TableShape
+from engram_trt.runtime.engram.cache import HotRows
+from engram_trt.runtime.engram.dequantize import BLOCK_ROWS, Bfloat16Bits, Dequantizer
+from engram_trt.runtime.engram.files import Bytes
+from engram_trt.runtime.engram.tables import Ids, Table, TableShape
 
 SPLIT_ROWS = 2048
 """Rows that are worth another thread."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from engram_trt.configs.errors import DeploymentError
-from engram_trt.runtime.engram_files import Bytes
+from engram_trt.runtime.engram.files import Bytes
 
 MEMORY_RESERVE = 1 << 30
 """Bytes that a table leaves free."""

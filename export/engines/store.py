@@ -12,7 +12,7 @@ from pathlib import Path
 
 from engram_trt.configs.errors import ArtifactError, UserError
 from engram_trt.export.atomic_folder import sync_folder
-from engram_trt.export.engine_kernels import RECORDS_SUFFIX, find_kernel
+from engram_trt.export.engines.kernels import RECORDS_SUFFIX, find_kernel
 from engram_trt.plugins.trt_kernels import KernelRecord
 from engram_trt.runtime.stage_runners.tensorrt_manifest import (
     ENGINES_FOLDER,

@@ -14,7 +14,7 @@ from engram_trt.configs.checkpoint import Checkpoint
 from engram_trt.configs.engram_layout import EngramLayout
 from engram_trt.configs.errors import CheckpointError
 from engram_trt.configs.safetensors_header import TensorEntry
-from engram_trt.runtime.engram_files import Bytes, MappedFile, Pending, UnreadablePageError, unreadable
+from engram_trt.runtime.engram.files import Bytes, MappedFile, Pending, UnreadablePageError, unreadable
 
 Ids = npt.NDArray[np.int64]
 

@@ -19,7 +19,7 @@ from engram_trt.configs.errors import ArtifactError, RequestError, UserError
 from engram_trt.configs.limits import Limits, symbol_limits
 from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.tensors import ITEM_BYTES
-from engram_trt.export.engine_build import BuildProgress, BuildRequest, build_engines
+from engram_trt.export.engines.build import BuildProgress, BuildRequest, build_engines
 from engram_trt.export.pipeline import ExportRequest, export_checkpoint
 from engram_trt.runtime.cli import main
 from engram_trt.runtime.stage_runners.tensorrt_manifest import EnginesManifest

@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from engram_trt.runtime.engram_files import Bytes
-from engram_trt.runtime.engram_tables import Ids, TableShape
+from engram_trt.runtime.engram.files import Bytes
+from engram_trt.runtime.engram.tables import Ids, TableShape
 
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 _EMPTY = -1

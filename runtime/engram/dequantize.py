@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from engram_trt.runtime.engram_files import Bytes
+from engram_trt.runtime.engram.files import Bytes
 
 Bfloat16Bits = npt.NDArray[np.uint16]
 

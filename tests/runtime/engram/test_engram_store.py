@@ -20,17 +20,17 @@ from engram_trt.configs.engram_placement import EngramPlacement
 from engram_trt.configs.errors import BackendError, DeploymentError, RequestError
 from engram_trt.configs.model import ModelConfig
 from engram_trt.export.synth import SynthRequest, synthesize
-from engram_trt.runtime import engram_store
-from engram_trt.runtime.engram_cache import SCAN_SHARE, HotRows
-from engram_trt.runtime.engram_dequantize import Dequantizer
-from engram_trt.runtime.engram_opening import open_store
-from engram_trt.runtime.engram_packing import pack_table
-from engram_trt.runtime.engram_shards import ranges_by_columns, ranges_by_rows
-from engram_trt.runtime.engram_store import EngramStore
-from engram_trt.runtime.engram_tables import TableShape, table_names
+from engram_trt.runtime.engram import store as engram_store
+from engram_trt.runtime.engram.cache import SCAN_SHARE, HotRows
+from engram_trt.runtime.engram.dequantize import Dequantizer
+from engram_trt.runtime.engram.opening import open_store
+from engram_trt.runtime.engram.packing import pack_table
+from engram_trt.runtime.engram.shards import ranges_by_columns, ranges_by_rows
+from engram_trt.runtime.engram.store import EngramStore
+from engram_trt.runtime.engram.tables import TableShape, table_names
 from engram_trt.runtime.stage_runners.onnxruntime import OnnxRuntimeBackend
 
-CONFIG = Path(__file__).parents[1] / "data" / "configs" / "zero4.json"
+CONFIG = Path(__file__).parents[2] / "data" / "configs" / "zero4.json"
 BACKEND = OnnxRuntimeBackend({}, lambda spec, binding: np.zeros(0, dtype=np.int8))
 Values = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
 

@@ -14,12 +14,12 @@ from typing import Any
 
 from engram_trt.configs.artifact import FileRecord
 from engram_trt.configs.errors import RequestError
-from engram_trt.export.engine_jobs import LOG_NAME, PLAN_NAME, RESULT_NAME, EngineJob, job_folder
-from engram_trt.export.engine_kernels import kernel_key, needed_variants, variant_to_json
-from engram_trt.export.engine_network import BuildError
-from engram_trt.export.engine_plans import PlannedStage
-from engram_trt.export.engine_process import Finished, Limits, run_limited
-from engram_trt.export.engine_store import EngineStore, plan_file
+from engram_trt.export.engines.jobs import LOG_NAME, PLAN_NAME, RESULT_NAME, EngineJob, job_folder
+from engram_trt.export.engines.kernels import kernel_key, needed_variants, variant_to_json
+from engram_trt.export.engines.network import BuildError
+from engram_trt.export.engines.plans import PlannedStage
+from engram_trt.export.engines.process import Finished, Limits, run_limited
+from engram_trt.export.engines.store import EngineStore, plan_file
 from engram_trt.plugins.kernels.plan import Variant
 from engram_trt.plugins.tensorrt_api import TENSORRT, parser_environment
 from engram_trt.plugins.trt_kernels import KernelRecord
@@ -30,7 +30,7 @@ from engram_trt.runtime.stage_runners.tensorrt_manifest import (
     PlanRecord,
 )
 
-WORKER, COMPILER = "engram_trt.export.engine_worker", "engram_trt.export.engine_kernels"
+WORKER, COMPILER = "engram_trt.export.engines.worker", "engram_trt.export.engines.kernels"
 
 _GIB = 1 << 30
 _BYTES_PER_BUILDER = 2 * _GIB

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engram_trt.configs.tensors import StageSpec
-from engram_trt.export.engine_profiles import Profile
+from engram_trt.export.engines.profiles import Profile
 
 RESULT_NAME, PLAN_NAME, LOG_NAME = "result.json", "stage.plan", "build.log"
 

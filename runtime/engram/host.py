@@ -19,10 +19,10 @@ import numpy as np
 
 from engram_trt.configs.errors import CheckpointError, DeploymentError
 from engram_trt.configs.safetensors_header import TensorEntry
-from engram_trt.runtime.engram_files import Bytes, unreadable
-from engram_trt.runtime.engram_memory import available_memory, numa_nodes, pin, require_memory, unpin
-from engram_trt.runtime.engram_packed import read_header, unpack_blocks
-from engram_trt.runtime.engram_tables import MemoryTable, TableShape
+from engram_trt.runtime.engram.files import Bytes, unreadable
+from engram_trt.runtime.engram.memory import available_memory, numa_nodes, pin, require_memory, unpin
+from engram_trt.runtime.engram.packed import read_header, unpack_blocks
+from engram_trt.runtime.engram.tables import MemoryTable, TableShape
 
 SHARED_FOLDER = Path("/dev/shm")
 BAR_BYTES = 1 << 30

@@ -9,9 +9,9 @@ from pathlib import Path
 from engram_trt.configs.artifact import FileRecord, Manifest, StageRecord, document_digest
 from engram_trt.configs.errors import RequestError
 from engram_trt.configs.model import ModelConfig
-from engram_trt.export.engine_plans import PlannedStage, kernel_code_digest, plan_code_digest, plan_stages
-from engram_trt.export.engine_pool import BuildPool, PoolLimits
-from engram_trt.export.engine_store import EngineStore, engines_lock
+from engram_trt.export.engines.plans import PlannedStage, kernel_code_digest, plan_code_digest, plan_stages
+from engram_trt.export.engines.pool import BuildPool, PoolLimits
+from engram_trt.export.engines.store import EngineStore, engines_lock
 from engram_trt.plugins.tensorrt_api import load
 from engram_trt.plugins.trt_registration import plugin_identities
 from engram_trt.runtime.stage_runners.tensorrt_manifest import (

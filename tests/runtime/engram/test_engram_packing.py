@@ -22,15 +22,16 @@ from engram_trt.configs.engram_placement import EngramPlacement
 from engram_trt.configs.errors import CheckpointError, DeploymentError, RequestError
 from engram_trt.configs.model import ModelConfig
 from engram_trt.export.synth import SynthRequest, synthesize
-from engram_trt.runtime import engram_packed, engram_packing
-from engram_trt.runtime.engram_opening import open_store
-from engram_trt.runtime.engram_pack_command import COMMAND
-from engram_trt.runtime.engram_packed import PackedHeader, pack_records, packed_path
-from engram_trt.runtime.engram_packing import pack_table, verify_packed
-from engram_trt.runtime.engram_tables import table_names
+from engram_trt.runtime.engram import packed as engram_packed
+from engram_trt.runtime.engram import packing as engram_packing
+from engram_trt.runtime.engram.opening import open_store
+from engram_trt.runtime.engram.pack_command import COMMAND
+from engram_trt.runtime.engram.packed import PackedHeader, pack_records, packed_path
+from engram_trt.runtime.engram.packing import pack_table, verify_packed
+from engram_trt.runtime.engram.tables import table_names
 from engram_trt.runtime.stage_runners.onnxruntime import OnnxRuntimeBackend
 
-CONFIG = Path(__file__).parents[1] / "data" / "configs" / "zero4.json"
+CONFIG = Path(__file__).parents[2] / "data" / "configs" / "zero4.json"
 BACKEND = OnnxRuntimeBackend({}, lambda spec, binding: np.zeros(0, dtype=np.int8))
 
 
@@ -241,8 +242,8 @@ _PACK = """
 import sys
 from pathlib import Path
 from engram_trt.configs.checkpoint import Checkpoint
-from engram_trt.runtime import engram_packing
-from engram_trt.runtime.engram_packing import pack_table
+from engram_trt.runtime.engram import packing as engram_packing
+from engram_trt.runtime.engram.packing import pack_table
 done = []
 print(pack_table(Checkpoint.open(Path(sys.argv[1])), int(sys.argv[2]), Path(sys.argv[3])), flush=True)
 """

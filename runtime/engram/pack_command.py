@@ -27,7 +27,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from engram_trt.configs.checkpoint import Checkpoint
-    from engram_trt.runtime.engram_packing import pack_table, verify_packed
+    from engram_trt.runtime.engram.packing import pack_table, verify_packed
 
     checkpoint = Checkpoint.open(arguments.checkpoint)
     layers = _layers(arguments.layers, checkpoint)
@@ -74,7 +74,7 @@ def _bar(label: str, checkpoint: Checkpoint, layer_id: int) -> Iterator[Callable
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from engram_trt.runtime.engram_tables import table_entries
+    from engram_trt.runtime.engram.tables import table_entries
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:

@@ -12,8 +12,8 @@ from engine_jobs_for_tests import pool_in, run_job, stage_job, with_input, with_
 from onnx import helper
 
 from engram_trt.configs.tensors import StageSpec, TensorSpec
-from engram_trt.export.engine_model import PluginNode
-from engram_trt.export.engine_network import (
+from engram_trt.export.engines.model import PluginNode
+from engram_trt.export.engines.network import (
     BuildError,
     check_log,
     check_no_cache_copied,

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from engram_trt.configs.tensors import StageSpec
-from engram_trt.runtime.engram_files import Bytes
-from engram_trt.runtime.engram_store import EngramStore, FetchCounters, Fetched
+from engram_trt.runtime.engram.files import Bytes
+from engram_trt.runtime.engram.store import EngramStore, FetchCounters, Fetched
 from engram_trt.runtime.stage_runners.contract import Backend, Buffer, Run, View
 
 IDS, ROWS, SCALES = "engram_ids", "engram_rows", "engram_scales"

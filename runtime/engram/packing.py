@@ -16,8 +16,8 @@ import numpy as np
 from engram_trt.configs.checkpoint import Checkpoint
 from engram_trt.configs.errors import CheckpointError, DeploymentError
 from engram_trt.configs.safetensors_header import TensorEntry
-from engram_trt.runtime.engram_files import Bytes, unreadable
-from engram_trt.runtime.engram_packed import (
+from engram_trt.runtime.engram.files import Bytes, unreadable
+from engram_trt.runtime.engram.packed import (
     PAGE,
     PackedHeader,
     PackedTable,
@@ -28,7 +28,7 @@ from engram_trt.runtime.engram_packed import (
     require_same_rows,
     unpack_blocks,
 )
-from engram_trt.runtime.engram_tables import MappedTable, ShardFiles, Table, table_entries
+from engram_trt.runtime.engram.tables import MappedTable, ShardFiles, Table, table_entries
 
 SYNC_BLOCKS = 64
 """Blocks between two points from which a killed run goes on."""

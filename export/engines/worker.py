@@ -1,4 +1,4 @@
-"""A builder process: parse one stage, check it, build its plan, check again. Started by `engine_process.py`."""
+"""A builder process: parse one stage, check it, build its plan, check again. Started by `process.py`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 import onnx
 
 from engram_trt.configs.errors import UserError
-from engram_trt.export.engine_jobs import LOG_NAME, PLAN_NAME, RESULT_NAME, BuiltPlan, EngineJob
-from engram_trt.export.engine_model import (
+from engram_trt.export.engines.jobs import LOG_NAME, PLAN_NAME, RESULT_NAME, BuiltPlan, EngineJob
+from engram_trt.export.engines.model import (
     DenseWeight,
     PluginNode,
     bind_weights,
@@ -26,7 +26,7 @@ from engram_trt.export.engine_model import (
     plugin_nodes,
     read_model,
 )
-from engram_trt.export.engine_network import (
+from engram_trt.export.engines.network import (
     BuildError,
     Network,
     check_bindings,
@@ -38,8 +38,8 @@ from engram_trt.export.engine_network import (
     check_plugins,
     plan_layers,
 )
-from engram_trt.export.engine_profiles import shapes_under
-from engram_trt.export.engine_timing import load_timing_cache, save_timing_cache
+from engram_trt.export.engines.profiles import shapes_under
+from engram_trt.export.engines.timing import load_timing_cache, save_timing_cache
 from engram_trt.export.passes.legality import check_legality
 from engram_trt.plugins.tensorrt_api import TENSORRT_RTX, TensorRT, load, require_parser
 from engram_trt.plugins.trt_classes import PluginHost
@@ -195,7 +195,7 @@ def _check_result(job: EngineJob, host: PluginHost, log: BuildLog, nodes: tuple[
 
 def _attach_kernels(job: EngineJob, host: PluginHost) -> None:
     """Production builders run plugins on the GPU to time them."""
-    from engram_trt.export.engine_kernels import read_kernels
+    from engram_trt.export.engines.kernels import read_kernels
     from engram_trt.plugins.trt_launch import KernelLauncher
     from engram_trt.runtime.cuda_driver import CudaDriver
 

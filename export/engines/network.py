@@ -10,7 +10,7 @@ from typing import Any
 
 from engram_trt.configs.errors import BackendError
 from engram_trt.configs.tensors import StageSpec, TensorSpec
-from engram_trt.export.engine_model import DenseWeight, PluginNode
+from engram_trt.export.engines.model import DenseWeight, PluginNode
 from engram_trt.plugins.tensorrt_api import TensorRT
 from engram_trt.plugins.trt_plugins import plugin_of
 

@@ -26,8 +26,8 @@ import numpy.typing as npt
 
 from engram_trt.configs.errors import CheckpointError
 from engram_trt.configs.json_file import parse_json_object
-from engram_trt.runtime.engram_files import Bytes, MappedFile, UnreadablePageError, unreadable
-from engram_trt.runtime.engram_tables import Ids, Table, TableShape
+from engram_trt.runtime.engram.files import Bytes, MappedFile, UnreadablePageError, unreadable
+from engram_trt.runtime.engram.tables import Ids, Table, TableShape
 
 FORMAT = "engram-trt packed table"
 VERSION = 1

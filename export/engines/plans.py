@@ -14,7 +14,7 @@ from engram_trt.configs.artifact import Manifest, StageRecord, document_digest
 from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.onnx_external_data import check_external_data
 from engram_trt.configs.tensors import StageSpec
-from engram_trt.export.engine_model import (
+from engram_trt.export.engines.model import (
     DenseWeight,
     PluginNode,
     bind_weights,
@@ -24,7 +24,7 @@ from engram_trt.export.engine_model import (
     plugin_nodes,
     read_model,
 )
-from engram_trt.export.engine_profiles import Profile, stage_profiles
+from engram_trt.export.engines.profiles import Profile, stage_profiles
 from engram_trt.export.passes.legality import check_legality
 
 _PLAN_SOURCES = (
@@ -36,7 +36,7 @@ _PLAN_SOURCES = (
     "plugins/*/variants.py",
     "plugins/kernels/plan.py",
     "plugins/kernels/checks.py",
-    "export/engine_*.py",
+    "export/engines/*.py",
     "export/passes/legality.py",
 )
 _KERNEL_SOURCES = ("plugins/kernels/*.py", "plugins/*/kernel*.py", "plugins/*/launch.py", "plugins/*/variants.py")
@@ -75,7 +75,7 @@ def kernel_code_digest() -> str:
 
 def _sources_digest(patterns: Iterable[str]) -> str:
     digest = hashlib.sha256()
-    roots = {"plugins": _package("plugins"), "export": Path(__file__).resolve().parent}
+    roots = {"plugins": _package("plugins"), "export": Path(__file__).resolve().parent.parent}
     for pattern in patterns:
         package, _, inner = pattern.partition("/")
         for path in sorted(roots[package].glob(inner)):

@@ -23,14 +23,16 @@ from engram_trt.configs.errors import CheckpointError, DeploymentError
 from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.safetensors_header import TensorEntry
 from engram_trt.export.synth import SynthRequest, synthesize
-from engram_trt.runtime import engram_files, engram_host, engram_memory
-from engram_trt.runtime.engram_host import load_host_table, shard_parts
-from engram_trt.runtime.engram_opening import open_store
-from engram_trt.runtime.engram_store import EngramStore
-from engram_trt.runtime.engram_tables import MappedTable, ShardFiles, TableShape, table_entries, table_names
+from engram_trt.runtime.engram import files as engram_files
+from engram_trt.runtime.engram import host as engram_host
+from engram_trt.runtime.engram import memory as engram_memory
+from engram_trt.runtime.engram.host import load_host_table, shard_parts
+from engram_trt.runtime.engram.opening import open_store
+from engram_trt.runtime.engram.store import EngramStore
+from engram_trt.runtime.engram.tables import MappedTable, ShardFiles, TableShape, table_entries, table_names
 from engram_trt.runtime.stage_runners.onnxruntime import OnnxRuntimeBackend
 
-CONFIG = Path(__file__).parents[1] / "data" / "configs" / "zero4.json"
+CONFIG = Path(__file__).parents[2] / "data" / "configs" / "zero4.json"
 BACKEND = OnnxRuntimeBackend({}, lambda spec, binding: np.zeros(0, dtype=np.int8))
 MMAP = EngramPlacement(residency="mmap", cache_mib=0)
 WIDTH, GROUPS = 256, 8
@@ -282,7 +284,7 @@ from pathlib import Path
 import numpy as np
 sys.path.insert(0, {tests!r})
 import test_engram_faults as faults
-from engram_trt.runtime import engram_host
+from engram_trt.runtime.engram import host as engram_host
 engram_host.SHARED_FOLDER = Path({shared!r})
 path = Path({shard!r})
 shape, rows, scales = faults.described(path)

@@ -1,0 +1,1 @@
+"""From exported stages to TensorRT plans: `build.py` first."""

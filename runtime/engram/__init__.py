@@ -1,0 +1,1 @@
+"""The Engram tables: where they live, how their rows reach a step."""

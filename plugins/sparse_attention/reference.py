@@ -53,23 +53,39 @@ def sparse_attention(
         [batch, tokens, heads, head_dim] in q's dtype.
     """
     listed = window_positions(start_positions, q.shape[1], window_size)
-    # A slot never written may hold NaN, and 0 * NaN would reach the sums. To blank gathered rows is dear; so what is
-    # not there is replaced by a row that is: position 0, which every window that starts before it holds.
-    rows = gather_rows(window_kv, ring_slots(listed.clamp(min=0), window_kv)).to(torch.float32)
     queries = q.to(torch.float32)
+    rows = gather_rows(window_kv, ring_slots(listed.clamp(min=0), window_kv)).to(torch.float32)
     scores = masked_scores(queries, rows, listed >= 0, softmax_scale)
     if compressed_kv is None or topk_indices is None:
         probabilities, denominator = softmax_with_sink(scores, attn_sink, q.dtype)
-        return (torch.matmul(probabilities, rows) / denominator).to(q.dtype)
+        return (weighted_sum(probabilities, rows, listed) / denominator).to(q.dtype)
     entries = topk_indices.to(torch.int64)
-    last = entries.amax(dim=-1, keepdim=True)
-    selected = torch.where(entries >= 0, entries, last.clamp(min=0))
+    selected = torch.where(entries >= 0, entries, entries.amax(dim=-1, keepdim=True).clamp(min=0))
     selected_rows = gather_rows(compressed_kv, selected).to(torch.float32)
     selected_scores = masked_scores(queries, selected_rows, entries >= 0, softmax_scale)
     probabilities, denominator = softmax_with_sink(torch.cat([scores, selected_scores], dim=-1), attn_sink, q.dtype)
     near, far = torch.split(probabilities, [window_size, entries.shape[-1]], dim=-1)
-    far_sum = torch.where(last.unsqueeze(-1) >= 0, torch.matmul(far, selected_rows), 0)
-    return ((torch.matmul(near, rows) + far_sum) / denominator).to(q.dtype)
+    total = weighted_sum(near, rows, listed) + weighted_sum(far, selected_rows, entries)
+    return (total / denominator).to(q.dtype)
+
+
+def weighted_sum(probabilities: Tensor, rows: Tensor, listed: Tensor) -> Tensor:
+    """Rows times their probabilities; zeros for a token whose list is empty.
+
+    A slot never written may hold NaN, and 0 * NaN would reach the sum. To blank gathered rows is dear: so in place
+    of what is not there callers gather a row of the same list that is there, with probability zero (position 0 is in
+    every window that begins before it), and only what came of a list with no row at all is blanked, here.
+
+    Args:
+        probabilities: [batch, tokens, heads, k] float32, zero where nothing is listed.
+        rows: [batch, tokens, k, head_dim] float32.
+        listed: [batch, tokens, k] positions or entries, negative for none.
+
+    Returns:
+        [batch, tokens, heads, head_dim] float32.
+    """
+    has_any = (listed.amax(dim=-1, keepdim=True) >= 0).unsqueeze(-1)
+    return torch.where(has_any, torch.matmul(probabilities, rows), 0)
 
 
 def masked_scores(queries: Tensor, rows: Tensor, valid: Tensor, softmax_scale: float) -> Tensor:

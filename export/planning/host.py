@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 TOOLCHAIN_BYTES = 400 << 20
 """Resident memory of a process with torch and onnx imported."""
-RUNTIME_BYTES = 66 << 20
+RUNTIME_BYTES = 50 << 20
 """The same with numpy, a tokenizer and ONNX Runtime, before anything is loaded."""
 CUDA_HOST_BYTES = 400 << 20
 """What a CUDA context and a TensorRT runtime add to it."""

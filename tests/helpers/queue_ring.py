@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
+import torch
 
 from engram_trt.runtime.distributed.chain import Ring, RingChain
 from engram_trt.runtime.distributed.mail import Transport
@@ -74,7 +75,7 @@ def ring_engine(
         worker = Worker(engines[rank], routes, rank, transport, raise_it, publish)  # type: ignore[arg-type]
         if workers is not None:
             workers.append(worker)
-        threads.append(threading.Thread(target=worker.serve, daemon=True))
+        threads.append(threading.Thread(target=_serve_on_one_core, args=(worker,), daemon=True))
         threads[-1].start()
     ring = Ring(routes, tuple(sorted(whole.symbol_limits)), QueueTransport(queues[0], queues[-1]), raise_it)
     first = replace(engines[0], open_chain=lambda engine, sizes: RingChain(engine, sizes, ring))
@@ -113,3 +114,9 @@ def placements(whole: Engine, max_ranks: int) -> list[tuple[PlacedStages, ...]]:
 def arrays_equal(first: np.ndarray[Any, Any], second: np.ndarray[Any, Any]) -> bool:
     """Bit for bit, NaN included."""
     return first.dtype == second.dtype and first.shape == second.shape and first.tobytes() == second.tobytes()
+
+
+def _serve_on_one_core(worker: Worker) -> None:
+    """A process of its own would count its own threads; here every thread must be told, or sums change their order."""
+    torch.set_num_threads(1)
+    worker.serve()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import signal
 import subprocess
 import sys
 import time
@@ -54,7 +55,11 @@ class Ranks:
             environment = {**os.environ, **{name: str(value) for name, value in {**place, **meeting}.items()}}
             self.processes.append(
                 subprocess.Popen(
-                    [PROGRAM, *map(str, call)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+                    [PROGRAM, *map(str, call)],
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    preexec_fn=_heed_ctrl_c,
                 )
             )
         self.mark()
@@ -90,3 +95,8 @@ class Ranks:
             if process.poll() is None:
                 process.kill()
             process.communicate()
+
+
+def _heed_ctrl_c() -> None:
+    """A test run in the background of a shell ignores Ctrl-C, and its children would inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

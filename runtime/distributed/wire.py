@@ -15,7 +15,7 @@ import numpy.typing as npt
 from engram_trt.configs.errors import ClusterError
 from engram_trt.configs.tensors import ITEM_BYTES
 from engram_trt.runtime.stage_runners.contract import Array, Buffer, View
-from engram_trt.runtime.stage_runners.tensorrt_buffers import from_stored, stored_dtype, to_stored
+from engram_trt.runtime.stage_runners.device_buffers import from_stored, stored_dtype, to_stored
 
 MAGIC = 0x656E_6772_616D
 VERSION = 1

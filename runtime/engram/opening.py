@@ -23,8 +23,7 @@ from engram_trt.runtime.engram.shards import ShardedTable, ranges_by_columns, ra
 from engram_trt.runtime.engram.staging import ROWS, SCALES
 from engram_trt.runtime.engram.store import EngramStore
 from engram_trt.runtime.engram.tables import MappedTable, ShardFiles, Table, TableShape, table_entries, table_names
-from engram_trt.runtime.stage_runners.contract import Array, Backend
-from engram_trt.runtime.stage_runners.onnxruntime import ResidentArrays
+from engram_trt.runtime.stage_runners.contract import Array, Backend, ResidentArrays
 
 AUTO_RESIDENT_BYTES = 256 << 20
 """A table up to this size is resident by itself, if it takes a small part of the memory that is left."""

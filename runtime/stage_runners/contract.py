@@ -19,6 +19,8 @@ from engram_trt.configs.tensors import StageSpec
 
 Array = npt.NDArray[Any]
 Run = Callable[[], None]
+ResidentArrays = Callable[[StageSpec, str], Array]
+"""(stage, resident input) -> its weights."""
 
 
 class Buffer(ABC):

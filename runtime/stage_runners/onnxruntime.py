@@ -15,13 +15,11 @@ from engram_trt.runtime.stage_runners.contract import (
     Array,
     Backend,
     Buffer,
+    ResidentArrays,
     Run,
     StageRunner,
     View,
 )
-
-ResidentArrays = Callable[[StageSpec, str], Array]
-"""(stage, resident input) -> its weights."""
 
 
 class HostBuffer(Buffer):

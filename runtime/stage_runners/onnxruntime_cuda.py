@@ -11,15 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from engram_trt.configs.errors import ArtifactError, BackendError
 from engram_trt.configs.tensors import StageSpec
 from engram_trt.runtime.artifact import Artifact
 from engram_trt.runtime.cuda_driver import CudaDriver
-from engram_trt.runtime.stage_runners.contract import NUMPY_DTYPES, Backend, Buffer, Run, StageRunner, View
-from engram_trt.runtime.stage_runners.onnxruntime import ResidentArrays, check_session
-from engram_trt.runtime.stage_runners.tensorrt_buffers import DeviceBuffer, device_buffer
+from engram_trt.runtime.stage_runners.contract import NUMPY_DTYPES, Backend, ResidentArrays, Run, StageRunner, View
+from engram_trt.runtime.stage_runners.device_backend import DeviceBackend, device_ordinal
+from engram_trt.runtime.stage_runners.device_buffers import device_buffer
+from engram_trt.runtime.stage_runners.onnxruntime import check_session
 
 PROVIDER = "CUDAExecutionProvider"
 BACKEND = "onnxruntime_cuda"
@@ -64,7 +63,7 @@ class OnnxRuntimeCudaStageRunner(StageRunner):
         return name, "cuda", self.driver.ordinal, element, view.shape, buffer.address
 
 
-class OnnxRuntimeCudaBackend(Backend):
+class OnnxRuntimeCudaBackend(DeviceBackend):
     """Opens stage files on one GPU.
 
     Args:
@@ -88,15 +87,8 @@ class OnnxRuntimeCudaBackend(Backend):
                 expected=PROVIDER,
                 remedy="pip uninstall onnxruntime, then pip install 'engram-trt[onnxruntime-gpu,cuda]'.",
             )
-        self.driver, self.stage_files, self.resident_arrays = driver, stage_files, resident_arrays
-        self.stream = driver.create_stream()
-        self._buffers: list[DeviceBuffer] = []
-        self._resident: dict[tuple[int | None, str], View] = {}
-
-    def allocate(self, dtype: str, num_elements: int) -> Buffer:
-        buffer = self._allocate(dtype, num_elements, "a session's buffers")
-        buffer.clear()
-        return buffer
+        super().__init__(driver, resident_arrays)
+        self.stage_files = stage_files
 
     def load(self, spec: StageSpec) -> StageRunner:
         """See `Backend.load`.
@@ -127,32 +119,6 @@ class OnnxRuntimeCudaBackend(Backend):
         check_session(spec, session, path)
         return OnnxRuntimeCudaStageRunner(spec, session, self.driver)
 
-    def resident(self, spec: StageSpec, binding: str) -> View:
-        key = (spec.input(binding).owner, binding)
-        if key not in self._resident:
-            values = self.resident_arrays(spec, binding)
-            buffer = self._allocate(spec.input(binding).dtype, values.size, f"{spec.name}: {binding}")
-            buffer.write_bytes(values.reshape(-1).view(np.int8))
-            self._resident[key] = buffer.view(values.shape)
-        return self._resident[key]
-
-    def close(self) -> None:
-        """Wait for the GPU, then give everything back; a second call does nothing."""
-        if self.stream < 0:
-            return
-        self.driver.synchronize(self.stream)
-        for buffer in self._buffers:
-            self.driver.free(buffer.address)
-        self._buffers.clear()
-        self._resident.clear()
-        self.driver.destroy_stream(self.stream)
-        self.stream = -1
-
-    def _allocate(self, dtype: str, num_elements: int, purpose: str) -> DeviceBuffer:
-        buffer = DeviceBuffer(self.driver, self.stream, dtype, num_elements, purpose)
-        self._buffers.append(buffer)
-        return buffer
-
 
 def _refusal(path: Path, message: str) -> BackendError | ArtifactError:
     missing = _MISSING_KERNEL.search(message)
@@ -174,13 +140,5 @@ def _refusal(path: Path, message: str) -> BackendError | ArtifactError:
 
 def onnxruntime_cuda_backend(artifact: Artifact, device: str | None = None) -> Backend:
     """The entry point of back end `onnxruntime_cuda`; the first GPU unless the deployment names one."""
-    kind, _, number = (device or "cuda:0").partition(":")
-    if kind != "cuda":
-        raise BackendError(
-            f"back end {BACKEND}",
-            found=f"the device {device}",
-            expected="cuda:N",
-            remedy="Name GPUs in the deployment.",
-        )
     files = {record.spec.name: (artifact.root / record.onnx.path).resolve() for record in artifact.manifest.stages}
-    return OnnxRuntimeCudaBackend(CudaDriver.open(int(number)), files, artifact.resident)
+    return OnnxRuntimeCudaBackend(CudaDriver.open(device_ordinal(BACKEND, device)), files, artifact.resident)

@@ -8,7 +8,7 @@ over several GPUs has a back end for each; what crosses between them is in `tens
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ from engram_trt.plugins.trt_launch import KernelLauncher
 from engram_trt.plugins.trt_registration import register_plugins
 from engram_trt.runtime.artifact import Artifact
 from engram_trt.runtime.cuda_driver import CudaDriver
-from engram_trt.runtime.stage_runners.contract import Array, Backend, Buffer, Run, StageRunner, View
-from engram_trt.runtime.stage_runners.tensorrt_buffers import DeviceBuffer, device_buffer
+from engram_trt.runtime.stage_runners.contract import Backend, ResidentArrays, Run, StageRunner, View
+from engram_trt.runtime.stage_runners.device_backend import DeviceBackend, device_ordinal
+from engram_trt.runtime.stage_runners.device_buffers import DeviceBuffer, device_buffer
 from engram_trt.runtime.stage_runners.tensorrt_engines import OpenBuild, check_engine, choose_build, open_engine
 from engram_trt.runtime.stage_runners.tensorrt_graphs import StageGraphs
 from engram_trt.runtime.stage_runners.tensorrt_manifest import KERNELS_FOLDER, Profiles, StageEngine
@@ -32,8 +33,6 @@ from engram_trt.runtime.stage_runners.tensorrt_peers import PeerCopies
 
 GRAPH_PROFILE = "decode"
 """Steps under this profile are captured; others have too many shapes to keep."""
-
-ResidentArrays = Callable[[StageSpec, str], Array]
 
 
 class TensorRTStageRunner(StageRunner):
@@ -166,7 +165,7 @@ def _capturable(context: Any) -> bool:
     return bool(answer() if callable(answer) else answer)
 
 
-class TensorRTBackend(Backend):
+class TensorRTBackend(DeviceBackend):
     """Opens engines on one GPU and binds weights.
 
     Args:
@@ -187,10 +186,9 @@ class TensorRTBackend(Backend):
         data_files: Mapping[str, Path],
         resident_arrays: ResidentArrays,
     ) -> None:
-        self.api, self.driver, self.build = api, driver, build
-        self.data_files, self.resident_arrays = data_files, resident_arrays
+        super().__init__(driver, resident_arrays)
+        self.api, self.build, self.data_files = api, build, data_files
         self.name = api.backend
-        self.stream = driver.create_stream()
         self.messages: list[str] = []
         """Errors TensorRT has reported."""
         with driver.guard():
@@ -200,15 +198,8 @@ class TensorRTBackend(Backend):
             self.runtime = api.module.Runtime(_logger(api, self.messages))
         self._engines: dict[str, Any] = {}
         self._runners: list[TensorRTStageRunner] = []
-        self._buffers: list[DeviceBuffer] = []
-        self._resident: dict[tuple[int | None, str], View] = {}
         self._scratch: DeviceBuffer | None = None
         self._peers = PeerCopies(driver, self.stream)
-
-    def allocate(self, dtype: str, num_elements: int) -> Buffer:
-        buffer = self._allocate(dtype, num_elements, "a session's buffers")
-        buffer.clear()
-        return buffer
 
     def load(self, spec: StageSpec) -> StageRunner:
         """See `Backend.load`; ArtifactError for a plan that is damaged or another stage's."""
@@ -223,15 +214,6 @@ class TensorRTBackend(Backend):
         self._runners.append(runner)
         return runner
 
-    def resident(self, spec: StageSpec, binding: str) -> View:
-        key = (spec.input(binding).owner, binding)
-        if key not in self._resident:
-            values = self.resident_arrays(spec, binding)
-            buffer = self._allocate(spec.input(binding).dtype, values.size, f"{spec.name}: {binding}")
-            buffer.write_bytes(values.reshape(-1).view(np.int8))
-            self._resident[key] = buffer.view(values.shape)
-        return self._resident[key]
-
     def transfer(self, source: View, target: View) -> Run:
         """See `Backend.transfer`: from another GPU without the host."""
         if not isinstance(source.buffer, DeviceBuffer):
@@ -244,7 +226,7 @@ class TensorRTBackend(Backend):
         captured graph: an outgrown piece stays until the back end is closed."""
         if self._scratch is None or self._scratch.num_bytes < num_bytes:
             largest = max([num_bytes, *(int(engine.device_memory_size_v2) for engine in self._engines.values())])
-            self._scratch = self._allocate("int8", largest, "scratch memory of the engines")
+            self._scratch = self.reserve("int8", largest, "scratch memory of the engines")
         return self._scratch.address
 
     def failure(self, where: str) -> BackendError:
@@ -262,35 +244,21 @@ class TensorRTBackend(Backend):
             remedy="Nothing of the session was changed; report it with this message.",
         )
 
-    def close(self) -> None:
-        """Wait for the GPU, then give everything back; a second call does nothing."""
-        if self.stream < 0:
-            return
-        self.driver.synchronize(self.stream)
+    def release(self) -> None:
+        """Graphs and contexts go before the memory they point to, and engines before the runtime."""
         self._peers.close()
         for runner in self._runners:
             runner.close()
         self._runners.clear()
         self._engines.clear()
-        for buffer in self._buffers:
-            self.driver.free(buffer.address)
-        self._buffers.clear()
-        self._resident.clear()
         self._scratch = None
-        self.driver.destroy_stream(self.stream)
-        self.stream = -1
-
-    def _allocate(self, dtype: str, num_elements: int, purpose: str) -> DeviceBuffer:
-        buffer = DeviceBuffer(self.driver, self.stream, dtype, num_elements, purpose)
-        self._buffers.append(buffer)
-        return buffer
 
     def _weights(self, built: StageEngine) -> dict[str, DeviceBuffer]:
         found = {}
         data = _mapped(self.data_files[built.stage])
         small = None if built.small_weights is None else _mapped(built.small_weights.verify(self.build.folder))
         for weight in built.weights:
-            buffer = self._allocate(weight.dtype, math.prod(weight.shape), f"weights of {built.stage}")
+            buffer = self.reserve(weight.dtype, math.prod(weight.shape), f"weights of {built.stage}")
             source = small if weight.is_small else data
             if source is None or weight.offset + buffer.num_bytes > source.size:
                 raise BackendError(
@@ -338,21 +306,12 @@ def open_tensorrt(
         ArtifactError: no build fits, or it is damaged.
     """
     api = load(backend)
-    driver = driver or CudaDriver.open(_ordinal(backend, device))
+    driver = driver or CudaDriver.open(device_ordinal(backend, device))
     manifest = artifact.manifest
     stages = [record.spec.name for record in manifest.stages]
     build = choose_build(artifact.root, manifest.digest, stages, api, driver.compute_capability)
     files = {record.spec.name: (artifact.root / record.data.path).resolve() for record in manifest.stages}
     return TensorRTBackend(api, driver, build, files, artifact.resident)
-
-
-def _ordinal(backend: str, device: str | None) -> int:
-    kind, _, number = (device or "cuda:0").partition(":")
-    if kind == "cuda":
-        return int(number)
-    raise BackendError(
-        f"back end {backend}", found=f"the device {device}", expected="cuda:N", remedy="Name GPUs in the deployment."
-    )
 
 
 def tensorrt_backend(artifact: Artifact, device: str | None = None) -> Backend:

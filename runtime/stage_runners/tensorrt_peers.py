@@ -12,7 +12,7 @@ from typing import Any
 
 from engram_trt.runtime.cuda_driver import CudaDriver
 from engram_trt.runtime.stage_runners.contract import Run
-from engram_trt.runtime.stage_runners.tensorrt_buffers import DeviceBuffer
+from engram_trt.runtime.stage_runners.device_buffers import DeviceBuffer
 
 LOG = logging.getLogger("engram_trt.tensorrt")
 

@@ -17,7 +17,7 @@ from engram_trt.plugins.trt_launch import KernelLauncher
 from engram_trt.runtime.cuda_driver import CudaDriver, CudaError
 from engram_trt.runtime.engine import Engine
 from engram_trt.runtime.session import Session
-from engram_trt.runtime.stage_runners.tensorrt_buffers import DeviceBuffer
+from engram_trt.runtime.stage_runners.device_buffers import DeviceBuffer
 
 SPLIT = 6
 

@@ -17,8 +17,8 @@ from engram_trt.configs.errors import ArtifactError, BackendError, RequestError
 from engram_trt.runtime.cuda_driver import CudaDriver, CudaError
 from engram_trt.runtime.engine import Engine
 from engram_trt.runtime.session import Session
+from engram_trt.runtime.stage_runners.device_buffers import DeviceBuffer, from_stored, to_stored
 from engram_trt.runtime.stage_runners.tensorrt import TensorRTStageRunner
-from engram_trt.runtime.stage_runners.tensorrt_buffers import DeviceBuffer, from_stored, to_stored
 from engram_trt.runtime.stage_runners.tensorrt_engines import open_engine
 from engram_trt.runtime.stage_runners.tensorrt_manifest import (
     EnginesManifest,

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engram_trt.configs.errors import ArtifactError, UserError
-from engram_trt.export.atomic_folder import sync_folder
+from engram_trt.configs.errors import UserError
+from engram_trt.export.atomic_folder import sync_folder, write_atomically
 from engram_trt.export.engines.kernels import RECORDS_SUFFIX, find_kernel
+from engram_trt.export.exclusive import exclusively
 from engram_trt.plugins.trt_kernels import KernelRecord
 from engram_trt.runtime.stage_runners.tensorrt_manifest import (
     ENGINES_FOLDER,
@@ -35,33 +34,8 @@ def engines_lock(root: Path) -> Iterator[None]:
         ArtifactError: another build is at work there, or the disk refuses.
     """
     folder = root / ENGINES_FOLDER
-    try:
-        folder.mkdir(exist_ok=True)
-        lock = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
-    except OSError as error:
-        raise _disk_error(folder, error) from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise ArtifactError(
-            str(folder), found="another build at work", expected="one at a time", remedy="Wait for it to end."
-        ) from None
-    try:
+    with exclusively(folder / ".lock", place=folder, work="build", folders=[folder]):
         yield
-    except OSError as error:
-        raise _disk_error(folder, error) from error
-    finally:
-        os.close(lock)
-
-
-def _disk_error(folder: Path, error: OSError) -> ArtifactError:
-    return ArtifactError(
-        str(folder),
-        found=f"{error.strerror or error}",
-        expected="a writable disk with room",
-        remedy="What was finished is kept: make room and run the same command again.",
-    )
 
 
 class EngineStore:
@@ -133,9 +107,7 @@ class EngineStore:
     def add_plan(self, record: PlanRecord) -> None:
         """Note a plan whose file is written, so that a stopped build need not make it again."""
         path = self._work / PLANS_FOLDER / f"{record.key}.json"
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(plan_to_json(record)))
-        partial.replace(path)
+        write_atomically(path, json.dumps(plan_to_json(record)).encode())
 
     def _finished_here(self, key: str) -> PlanRecord | None:
         try:

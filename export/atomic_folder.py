@@ -1,4 +1,4 @@
-"""Folders that appear complete or not at all."""
+"""Files and folders that appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -19,6 +19,23 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file that appears whole or not at all."""
+    partial_path = path.with_name(f"{path.name}.partial")
+    with partial_path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial_path.replace(path)
+
+
+def copy_durably(source: Path, target: Path) -> None:
+    """Copy a file and wait until it is on the disk."""
+    shutil.copyfile(source, target)
+    with target.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def require_replaceable(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.tensors import StageSpec
+from engram_trt.export.atomic_folder import write_atomically
 from engram_trt.export.checkpoint_source import CheckpointSource
 from engram_trt.export.graph_store import GraphStore
 from engram_trt.export.modeling.compute import ComputeConfig
@@ -48,16 +48,6 @@ class StageFiles:
 
 def ignore_progress(num_bytes: int) -> None:
     """For callers that show none."""
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file that appears whole or not at all."""
-    partial_path = path.with_name(f"{path.name}.partial")
-    with partial_path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial_path.replace(path)
 
 
 class StageExporter:

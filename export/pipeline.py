@@ -13,6 +13,7 @@ from engram_trt.configs.checkpoint import Checkpoint
 from engram_trt.configs.deployment import DeploymentConfig
 from engram_trt.configs.errors import RequestError
 from engram_trt.configs.tensors import StageSpec
+from engram_trt.export.atomic_folder import copy_durably
 from engram_trt.export.checkpoint_source import CheckpointSource
 from engram_trt.export.graph_pool import trace_kinds
 from engram_trt.export.graph_store import GraphStore, default_folder
@@ -27,7 +28,7 @@ from engram_trt.export.residents import (
     source_digest,
 )
 from engram_trt.export.stage_pool import WriteLimits, write_stages
-from engram_trt.export.stage_records import StageStore, copy_durably
+from engram_trt.export.stage_records import StageStore
 from engram_trt.export.stages.chain import stage_specs
 from engram_trt.export.work_folder import require_space, work_folder
 from engram_trt.runtime.token_map import TokenMap

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping
-from functools import cache
+from collections.abc import Iterable
 from importlib.metadata import version
-from pathlib import Path
 
 from engram_trt.configs.artifact import document_digest
 from engram_trt.configs.checkpoint import Checkpoint
@@ -14,7 +11,7 @@ from engram_trt.configs.deployment import DeploymentConfig
 from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.tensors import StageSpec
 from engram_trt.export.modeling.compute import ComputeConfig
-from engram_trt.plugins import spec as plugin_spec
+from engram_trt.export.sources import sources_digest
 from engram_trt.plugins.onnx_exporter import OPSET
 
 TOOLS = ("engram-trt", "torch", "onnx", "onnx-ir", "onnxscript")
@@ -25,39 +22,25 @@ def tool_versions() -> dict[str, str]:
     return {**{name: version(name) for name in TOOLS}, "opset": str(OPSET)}
 
 
-GRAPH_SOURCES: Mapping[str, tuple[str, ...]] = {
-    "export": ("modeling/*.py", "stages/*.py", "passes/cleanup.py", "passes/functions.py", "tracing.py"),
-    "plugins": (
-        "*/spec.py",
-        "*/reference.py",
-        "*/torch_op.py",
-        "*/onnx_op.py",
-        "onnx_*.py",
-        "float_tables.py",
-        "primitives.py",
-        "spec.py",
-    ),
-}
+GRAPH_SOURCES = (
+    "export/modeling/*.py",
+    "export/stages/*.py",
+    "export/passes/cleanup.py",
+    "export/passes/functions.py",
+    "export/tracing.py",
+    "plugins/*/spec.py",
+    "plugins/*/reference.py",
+    "plugins/*/torch_op.py",
+    "plugins/*/onnx_op.py",
+    "plugins/onnx_*.py",
+    "plugins/float_tables.py",
+    "plugins/primitives.py",
+    "plugins/spec.py",
+)
 """Sources that decide what a traced graph looks like."""
 
-WEIGHT_SOURCES: Mapping[str, tuple[str, ...]] = {
-    "export": ("onnx_export.py", "passes/weights.py", "passes/data_layout.py")
-}
+WEIGHT_SOURCES = ("export/onnx_export.py", "export/passes/weights.py", "export/passes/data_layout.py")
 """Sources that, besides, decide what a stage's data file looks like."""
-
-
-@cache
-def _sources_digest(*, with_weights: bool) -> str:
-    digest = hashlib.sha256()
-    roots = {"export": Path(__file__).parent, "plugins": Path(plugin_spec.__file__).parent}
-    groups = [GRAPH_SOURCES, WEIGHT_SOURCES] if with_weights else [GRAPH_SOURCES]
-    files = {
-        path for group in groups for root, globs in group.items() for glob in globs for path in roots[root].glob(glob)
-    }
-    for path in sorted(files):
-        digest.update(f"{path.parent.name}/{path.name}".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def graph_key(spec: StageSpec, config: ModelConfig, compute: ComputeConfig, pad_id: int | None) -> str:
@@ -71,7 +54,7 @@ def graph_key(spec: StageSpec, config: ModelConfig, compute: ComputeConfig, pad_
             "compute": [str(compute.dtype), compute.activation_quantization, compute.cache_quantization],
             "pad_id": pad_id,
             "tools": tool_versions(),
-            "code": _sources_digest(with_weights=False),
+            "code": sources_digest(GRAPH_SOURCES),
         }
     )
 
@@ -117,6 +100,6 @@ def stage_inputs_digest(
             "token_map": token_map_digest,
             "weights": weights,
             "tools": tool_versions(),
-            "code": _sources_digest(with_weights=True),
+            "code": sources_digest(GRAPH_SOURCES + WEIGHT_SOURCES),
         }
     )

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from engram_trt.configs.artifact import MANIFEST_NAME, FileRecord, Manifest, ResidentRecord, StageRecord
 from engram_trt.configs.errors import ArtifactError, UserError
 from engram_trt.configs.tensors import StageSpec
-from engram_trt.export.atomic_folder import sync_folder
-from engram_trt.export.onnx_export import StageFiles, write_atomically
+from engram_trt.export.atomic_folder import copy_durably, sync_folder, write_atomically
+from engram_trt.export.onnx_export import StageFiles
 from engram_trt.export.residents import RESIDENTS_FOLDER
 from engram_trt.runtime.stage_runners.tensorrt_manifest import ENGINES_FOLDER
 
@@ -147,13 +147,6 @@ def record_text(document: Mapping[str, Any]) -> bytes:
 def manifest_text(manifest: Manifest) -> bytes:
     """Content of `manifest.json`."""
     return json.dumps(manifest.to_json(), indent=1).encode()
-
-
-def copy_durably(source: Path, target: Path) -> None:
-    """Copy a file and wait until it is on the disk."""
-    shutil.copyfile(source, target)
-    with target.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _read_record(path: Path, kind: type[Record]) -> Record | None:

@@ -57,7 +57,7 @@ def bench_chain(engines: Mapping[str, Engine], config: BenchConfig) -> Iterator[
         one result per back end and phase, with tokens/s, the share of a step outside the stage runs, and the
         ratio to the last back end.
     """
-    prompt = _random_ids(next(iter(engines.values())), config.prompt_tokens)
+    prompt = random_ids(next(iter(engines.values())), config.prompt_tokens)
     sessions = {name: Session(engine) for name, engine in engines.items()}
     prefill: dict[str, list[float]] = {name: [] for name in engines}
     for repeat in range(config.repeats + 1):
@@ -119,7 +119,7 @@ def bench_engram(artifact: Artifact, engine: Engine, repeats: int = 20) -> Itera
         return
     session = Session(engine)
     tokens = session.limits.max_step_tokens
-    ids = _random_ids(engine, tokens)
+    ids = random_ids(engine, tokens)
     seconds = []
     for _ in range(repeats):
         session.reset()
@@ -156,6 +156,7 @@ def _bench_gather(artifact: Artifact, layer_id: int, repeats: int) -> Result:
     }
 
 
-def _random_ids(engine: Engine, count: int) -> list[int]:
-    random = np.random.default_rng(0)
+def random_ids(engine: Engine, count: int, seed: int = 0) -> list[int]:
+    """Token ids of a prompt that means nothing."""
+    random = np.random.default_rng(seed)
     return [int(token) for token in random.integers(3, engine.config.vocab_size, size=count)]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from engram_trt.runtime.bench import random_ids
 from engram_trt.runtime.engine import Engine
 from engram_trt.runtime.generation import GenerationConfig, generate_together
 from engram_trt.runtime.session import Session
@@ -66,7 +67,7 @@ def bench_pipeline(
         a result and the spans of its last repetition: `pipeline`, and `batch` (all sequences as rows of one step,
         without micro-batches) where the limits allow it. A token of the pipeline is a step of one row.
     """
-    prompts = [_random_ids(engine, prompt_tokens, seed) for seed in range(sequences)]
+    prompts = [random_ids(engine, prompt_tokens, seed) for seed in range(sequences)]
     config = GenerationConfig(max_tokens=new_tokens, ignore_eos=True)
     seconds: list[float] = []
     for repeat in range(repeats + 1):
@@ -122,8 +123,3 @@ def _bench_batch(engine: Engine, prompts: list[list[int]], new_tokens: int, repe
 
 def _digest(tokens: list[list[int]]) -> str:
     return hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]
-
-
-def _random_ids(engine: Engine, count: int, seed: int) -> list[int]:
-    random = np.random.default_rng(seed)
-    return [int(token) for token in random.integers(3, engine.config.vocab_size, size=count)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -154,10 +154,3 @@ def _as_entry(record: ResidentRecord, part: ResidentPart, header: ShardHeader) -
         offset=part.offset,
         nbytes=part.num_bytes,
     )
-
-
-def stacked_keys(manifest: Manifest) -> Iterator[str]:
-    """Tensors that are stacked in memory when an artefact is loaded."""
-    for record in manifest.residents:
-        if record.copy is None and len(record.parts) > 1:
-            yield record.key

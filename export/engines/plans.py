@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -26,6 +26,7 @@ from engram_trt.export.engines.model import (
 )
 from engram_trt.export.engines.profiles import Profile, stage_profiles
 from engram_trt.export.passes.legality import check_legality
+from engram_trt.export.sources import sources_digest
 
 _PLAN_SOURCES = (
     "plugins/spec.py",
@@ -60,7 +61,7 @@ class PlannedStage:
 @cache
 def plan_code_digest() -> str:
     """SHA-256 (hex) over the sources that decide a plan."""
-    return _sources_digest(_PLAN_SOURCES)
+    return sources_digest(_PLAN_SOURCES)
 
 
 @cache
@@ -70,24 +71,7 @@ def kernel_code_digest() -> str:
         compiler = version("triton")
     except PackageNotFoundError:
         compiler = "none"
-    return hashlib.sha256(f"{_sources_digest(_KERNEL_SOURCES)}|{compiler}".encode()).hexdigest()
-
-
-def _sources_digest(patterns: Iterable[str]) -> str:
-    digest = hashlib.sha256()
-    roots = {"plugins": _package("plugins"), "export": Path(__file__).resolve().parent.parent}
-    for pattern in patterns:
-        package, _, inner = pattern.partition("/")
-        for path in sorted(roots[package].glob(inner)):
-            digest.update(f"{package}/{path.relative_to(roots[package]).as_posix()}".encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _package(name: str) -> Path:
-    import importlib
-
-    return Path(str(importlib.import_module(f"engram_trt.{name}").__file__)).resolve().parent
+    return hashlib.sha256(f"{sources_digest(_KERNEL_SOURCES)}|{compiler}".encode()).hexdigest()
 
 
 def plan_stages(

@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 from engram_trt.configs.errors import ArtifactError
+from engram_trt.export.atomic_folder import write_atomically
 
 _DIGEST_BYTES = 32
 
@@ -32,6 +33,4 @@ def load_timing_cache(path: Path) -> bytes:
 
 def save_timing_cache(path: Path, cache: bytes) -> None:
     """Write a cache, whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(hashlib.sha256(cache).digest() + cache)
-    partial.replace(path)
+    write_atomically(path, hashlib.sha256(cache).digest() + cache)

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from engram_trt.export.accuracy.divergence.deviation import Deviation, deviation
 from engram_trt.export.accuracy.divergence.eager_points import eager_points
 from engram_trt.export.accuracy.divergence.findings import PointFinding
-from engram_trt.export.accuracy.divergence.limits import EXACT, HAND_SET, HAND_SET_ROUNDING, Limit, Limits
+from engram_trt.export.accuracy.divergence.limits import EXACT, HAND_SET, Limits
 from engram_trt.export.accuracy.divergence.lockstep import Divergence
 from engram_trt.export.accuracy.divergence.outputs import without_flips
 from engram_trt.export.accuracy.divergence.pairing import paired
@@ -120,19 +117,13 @@ def _compare(
         want, found = want[flat], found[flat]
     elif found.ndim > 1:
         want, found = want.reshape(-1, found.shape[-1]), found.reshape(-1, found.shape[-1])
-    result = deviation(want, found, _limit(found, limits))
+    result = deviation(want, found, limits.inside(found))
     return without_flips(result) if limits.rounding else result
 
 
 def _step_shape(inputs: Mapping[str, Array]) -> tuple[int, int]:
     name = "hidden_states" if "hidden_states" in inputs else "token_ids"
     return int(inputs[name].shape[0]), int(inputs[name].shape[1])
-
-
-def _limit(values: npt.NDArray[np.generic], limits: Limits) -> Limit:
-    if values.dtype.kind != "f":
-        return EXACT
-    return Limit(value=max(HAND_SET["float32"], HAND_SET_ROUNDING if limits.rounding else 0.0), origin="hand-set")
 
 
 def _name(

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+import numpy.typing as npt
 
 from engram_trt.configs.tensors import TensorSpec
 
@@ -80,3 +82,9 @@ class Limits:
             return EXACT
         value = HAND_SET_ROUNDING if self.rounding else HAND_SET_ALONE[spec.dtype]
         return Limit(value=max(value, self.measured.get(f"{stage}.{spec.name}", 0.0)), origin="hand-set")
+
+    def inside(self, values: npt.NDArray[Any]) -> Limit:
+        """The limit of a tensor inside a stage, on equal inputs."""
+        if values.dtype.kind != "f":
+            return EXACT
+        return Limit(value=max(HAND_SET["float32"], HAND_SET_ROUNDING if self.rounding else 0.0), origin="hand-set")

@@ -10,7 +10,7 @@ import numpy as np
 from engram_trt.export.accuracy.divergence.chains import widened
 from engram_trt.export.accuracy.divergence.deviation import Deviation, deviation, worst_coordinates
 from engram_trt.export.accuracy.divergence.findings import Finding, Outcome, PointFinding, Track
-from engram_trt.export.accuracy.divergence.limits import EXACT, HAND_SET, HAND_SET_ROUNDING, Limit, Limits
+from engram_trt.export.accuracy.divergence.limits import EXACT, Limit, Limits
 from engram_trt.export.accuracy.divergence.places import Places
 from engram_trt.export.accuracy.divergence.prompts import PromptSet
 from engram_trt.export.accuracy.divergence.reference_ops import indexer_scores, reference_outputs
@@ -128,9 +128,8 @@ def _compare_stage(
 
 
 def _limit(spec: PluginSpec, values: Array, limits: Limits) -> Limit:
-    if values.dtype.kind != "f" or (spec.tolerance.atol == 0 and spec.tolerance.rtol == 0):
-        return EXACT
-    return Limit(value=max(HAND_SET["float32"], HAND_SET_ROUNDING if limits.rounding else 0.0), origin="hand-set")
+    is_exact = spec.tolerance.atol == 0 and spec.tolerance.rtol == 0
+    return EXACT if is_exact else limits.inside(values)
 
 
 def _flat(values: Array) -> Array:

@@ -13,10 +13,11 @@ from engram_trt.configs.engram_layout import EngramLayout
 from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.preset_files import deployment_preset, model_preset
 from engram_trt.configs.tensors import StageSpec
+from engram_trt.export.atomic_folder import write_atomically
 from engram_trt.export.engines.jobs import EngineJob, job_folder
 from engram_trt.export.engines.profiles import stage_profiles
 from engram_trt.export.modeling.compute import ComputeConfig
-from engram_trt.export.onnx_export import StageExporter, write_atomically
+from engram_trt.export.onnx_export import StageExporter
 from engram_trt.export.passes.weights import StoredWeight, externalize
 from engram_trt.export.stages.chain import stage_specs
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from engram_trt.runtime.artifact import Artifact
+    from engram_trt.runtime.engine import Engine
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
@@ -49,3 +55,25 @@ def tiny_artifact(tiny_checkpoint: Path) -> Path:
     deployment = replace(deployment_preset("tiny"), dspark_taps=True)
     export_checkpoint(ExportRequest(checkpoint=tiny_checkpoint, out=out, deployment=deployment))
     return out
+
+
+@pytest.fixture(scope="session")
+def artifact(tiny_artifact: Path) -> Artifact:
+    """The same, opened."""
+    from engram_trt.runtime.artifact import Artifact
+
+    return Artifact.open(tiny_artifact)
+
+
+@pytest.fixture(scope="session")
+def eager(artifact: Artifact) -> Iterator[Engine]:
+    """Its chain in the eager modules; an engine is never changed, so one serves all sessions."""
+    with artifact.engine("torch") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def exported(artifact: Artifact) -> Iterator[Engine]:
+    """Its chain under ONNX Runtime."""
+    with artifact.engine("onnxruntime") as engine:
+        yield engine

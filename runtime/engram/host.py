@@ -7,10 +7,8 @@ import fcntl
 import hashlib
 import mmap
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from engram_trt.configs.safetensors_header import TensorEntry
 from engram_trt.runtime.engram.files import Bytes, unreadable
 from engram_trt.runtime.engram.memory import available_memory, numa_nodes, pin, require_memory, unpin
 from engram_trt.runtime.engram.packed import read_header, unpack_blocks
+from engram_trt.runtime.engram.progress import byte_bar
 from engram_trt.runtime.engram.tables import MemoryTable, TableShape
 
 SHARED_FOLDER = Path("/dev/shm")
@@ -183,7 +182,8 @@ def _leave(path: Path, descriptor: int) -> None:
 
 def _fill(shape: TableShape, memory: Bytes, parts_of: Callable[[Bytes, Bytes], list[Part]], num_threads: int) -> None:
     parts = parts_of(*_split(shape, memory))
-    with _bar(shape) as advance, ThreadPoolExecutor(num_threads, thread_name_prefix="engram-fill") as pool:
+    bar = byte_bar(f"Engram table of layer {shape.layer_id}", shape.num_bytes, smallest=BAR_BYTES)
+    with bar as advance, ThreadPoolExecutor(num_threads, thread_name_prefix="engram-fill") as pool:
         futures = [pool.submit(_run_part, part, advance) for part in parts]
         done, pending = wait(futures, return_when=FIRST_EXCEPTION)
         for future in pending:
@@ -194,21 +194,6 @@ def _fill(shape: TableShape, memory: Bytes, parts_of: Callable[[Bytes, Bytes], l
 
 def _run_part(part: Part, advance: Callable[[int], None]) -> None:
     advance(part())
-
-
-@contextmanager
-def _bar(shape: TableShape) -> Iterator[Callable[[int], None]]:
-    """A progress bar on standard error for a large table on a terminal, nothing elsewhere."""
-    if shape.num_bytes < BAR_BYTES or not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(f"Engram table of layer {shape.layer_id}", total=shape.num_bytes)
-        yield lambda num_bytes: bar.update(task, advance=num_bytes)
 
 
 def shard_parts(entries: tuple[TensorEntry, TensorEntry], rows: Bytes, scales: Bytes) -> list[Part]:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,15 +25,18 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from engram_trt.configs.checkpoint import Checkpoint
     from engram_trt.runtime.engram.packing import pack_table, verify_packed
+    from engram_trt.runtime.engram.progress import byte_bar
+    from engram_trt.runtime.engram.tables import table_entries
 
     checkpoint = Checkpoint.open(arguments.checkpoint)
     layers = _layers(arguments.layers, checkpoint)
     facts: list[dict[str, Any]] = []
     for layer_id in layers:
-        with _bar(f"packing layer {layer_id}", checkpoint, layer_id) as progress:
+        num_bytes = table_entries(checkpoint, layer_id)[2].num_bytes
+        with byte_bar(f"packing layer {layer_id}", num_bytes) as progress:
             path = pack_table(checkpoint, layer_id, arguments.out, progress)
         if arguments.verify:
-            with _bar(f"verifying layer {layer_id}", checkpoint, layer_id) as progress:
+            with byte_bar(f"verifying layer {layer_id}", num_bytes) as progress:
                 verify_packed(path, progress)
         facts.append({"layer": layer_id, "file": str(path), "bytes": path.stat().st_size})
     if arguments.json:
@@ -63,23 +63,6 @@ def _layers(text: str | None, checkpoint: Checkpoint) -> tuple[int, ...]:
             remedy="Write them as in 1,14, or leave the option out for all.",
         )
     return tuple(known[entry] for entry in dict.fromkeys(wanted))
-
-
-@contextmanager
-def _bar(label: str, checkpoint: Checkpoint, layer_id: int) -> Iterator[Callable[[int], None] | None]:
-    """A progress bar on a terminal, nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from engram_trt.runtime.engram.tables import table_entries
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(label, total=table_entries(checkpoint, layer_id)[2].num_bytes)
-        yield lambda num_bytes: bar.update(task, advance=num_bytes)
 
 
 COMMAND = Command(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -23,23 +20,6 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
-def artifact(tiny_artifact: Path) -> Artifact:
-    return Artifact.open(tiny_artifact)
-
-
-@pytest.fixture(scope="module")
-def chain(artifact: Artifact) -> Iterator[Engine]:
-    with artifact.engine("onnxruntime") as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def eager(artifact: Artifact) -> Iterator[Engine]:
-    with artifact.engine("torch") as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
 def prompt(artifact: Artifact) -> npt.NDArray[np.int64]:
     """A text that exceeds window, top-k and candidate population."""
     ids = np.array(artifact.tokenizer().encode(PROMPT_FILE.read_text(encoding="utf-8")))
@@ -55,8 +35,8 @@ def poison(session: Session) -> None:
         buffer.storage.fill(np.nan)  # type: ignore[attr-defined]
 
 
-def test_prompt_and_decode_agree_with_eager(chain: Engine, eager: Engine, prompt: npt.NDArray[np.int64]) -> None:
-    sessions = Session(chain), Session(eager)
+def test_prompt_and_decode_agree_with_eager(exported: Engine, eager: Engine, prompt: npt.NDArray[np.int64]) -> None:
+    sessions = Session(exported), Session(eager)
     poison(sessions[0])
     rows = [session.add() for session in sessions]
     ours, theirs = (session.prefill(row, prompt[:540], "all") for session, row in zip(sessions, rows, strict=True))
@@ -68,11 +48,11 @@ def test_prompt_and_decode_agree_with_eager(chain: Engine, eager: Engine, prompt
 
 
 @pytest.mark.parametrize("sizes", [(1,), (2, 1, 5), (17, 3), (128,), (15, 16, 17)])
-def test_chunks(chain: Engine, prompt: npt.NDArray[np.int64], sizes: tuple[int, ...]) -> None:
+def test_chunks(exported: Engine, prompt: npt.NDArray[np.int64], sizes: tuple[int, ...]) -> None:
     """Sizes around the window of 16, pairs, and the limit of 128."""
-    ids, whole = prompt[:200], Session(chain)
+    ids, whole = prompt[:200], Session(exported)
     expected = whole.prefill(whole.add(), ids, "all")
-    session = Session(chain)
+    session = Session(exported)
     poison(session)
     row, parts, start = session.add(), [], 0
     while start < len(ids):
@@ -82,9 +62,9 @@ def test_chunks(chain: Engine, prompt: npt.NDArray[np.int64], sizes: tuple[int, 
     np.testing.assert_allclose(np.concatenate(parts), expected, atol=NOISE)
 
 
-def test_rows_of_different_lengths(chain: Engine, prompt: npt.NDArray[np.int64]) -> None:
+def test_rows_of_different_lengths(exported: Engine, prompt: npt.NDArray[np.int64]) -> None:
     texts = [prompt[:150], prompt[200:260], prompt[300:301]]
-    session = Session(chain)
+    session = Session(exported)
     poison(session)
     rows = [session.add() for _ in texts]
     together = {}
@@ -92,39 +72,39 @@ def test_rows_of_different_lengths(chain: Engine, prompt: npt.NDArray[np.int64])
         step = {row: ids[start : start + 30] for row, ids in zip(rows, texts, strict=True) if len(ids) > start}
         together |= session.step(step)
     for row, ids in zip(rows, texts, strict=True):
-        alone = Session(chain)
+        alone = Session(exported)
         np.testing.assert_allclose(together[row], alone.prefill(alone.add(), ids), atol=NOISE)
 
 
-def test_image_span_at_a_chunk_border(chain: Engine, eager: Engine, prompt: npt.NDArray[np.int64]) -> None:
+def test_image_span_at_a_chunk_border(exported: Engine, eager: Engine, prompt: npt.NDArray[np.int64]) -> None:
     random = np.random.default_rng(1)
     mask = np.zeros(60, dtype=np.bool_)
     mask[20:33] = True
-    rows = random.standard_normal((60, chain.config.dim)).astype(np.float32)
+    rows = random.standard_normal((60, exported.config.dim)).astype(np.float32)
     row_input = RowInput(token_ids=prompt[:60], image_mask=mask, image_embeddings=rows)
     expected = Session(eager)
     reference = expected.step({expected.add(): row_input}, "all")[0]
-    session = Session(chain)
+    session = Session(exported)
     row = session.add()
     parts = [session.step({row: row_input.slice(a, b)}, "all")[row] for a, b in ((0, 25), (25, 26), (26, 60))]
     np.testing.assert_allclose(np.concatenate(parts), reference, atol=NOISE)
 
 
-def test_taps(chain: Engine, eager: Engine, prompt: npt.NDArray[np.int64]) -> None:
-    sessions = Session(chain), Session(eager)
+def test_taps(exported: Engine, eager: Engine, prompt: npt.NDArray[np.int64]) -> None:
+    sessions = Session(exported), Session(eager)
     for session in sessions:
         session.step({session.add(): prompt[:40]})
-    targets = len(chain.config.dspark_target_layer_ids)
-    assert sessions[0].taps[0].shape == (40, targets * chain.config.dim)
+    targets = len(exported.config.dspark_target_layer_ids)
+    assert sessions[0].taps[0].shape == (40, targets * exported.config.dim)
     np.testing.assert_allclose(sessions[0].taps[0], sessions[1].taps[0], atol=NOISE)
 
 
-def test_rollback(chain: Engine, prompt: npt.NDArray[np.int64]) -> None:
-    straight = Session(chain)
+def test_rollback(exported: Engine, prompt: npt.NDArray[np.int64]) -> None:
+    straight = Session(exported)
     row = straight.add()
     straight.prefill(row, prompt[:101])
     expected = straight.step({row: prompt[101:104]})[row]
-    session = Session(chain)
+    session = Session(exported)
     row = session.add()
     session.prefill(row, prompt[:101])
     session.step({row: [7, 8, 9, 10, 11]})
@@ -132,9 +112,9 @@ def test_rollback(chain: Engine, prompt: npt.NDArray[np.int64]) -> None:
     np.testing.assert_array_equal(session.step({row: prompt[101:104]})[row], expected)
 
 
-def test_hash_ids_are_the_same_for_any_chunks(chain: Engine, prompt: npt.NDArray[np.int64]) -> None:
+def test_hash_ids_are_the_same_for_any_chunks(exported: Engine, prompt: npt.NDArray[np.int64]) -> None:
     def ids_of(sizes: list[int]) -> list[npt.NDArray[np.int64]]:
-        session = Session(chain)
+        session = Session(exported)
         row, start, parts = session.add(), 0, []
         for size in sizes:
             session.step({row: prompt[start : start + size]})

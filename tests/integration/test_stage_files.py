@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,23 +22,6 @@ from engram_trt.runtime.engine import Engine
 
 KINDS = ("block_00", "block_01", "block_02", "block_03", "block_04", "block_06", "block_07", "block_08")
 STAGES = ("engram_hash", "embedding", *KINDS, "head")
-
-
-@pytest.fixture(scope="module")
-def artifact(tiny_artifact: Path) -> Artifact:
-    return Artifact.open(tiny_artifact)
-
-
-@pytest.fixture(scope="module")
-def eager(artifact: Artifact) -> Iterator[Engine]:
-    with artifact.engine("torch") as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def chain(artifact: Artifact) -> Iterator[Engine]:
-    with artifact.engine("onnxruntime") as engine:
-        yield engine
 
 
 @pytest.fixture
@@ -113,14 +95,14 @@ def test_epsilons_are_in_the_graphs(artifact: Artifact) -> None:
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("stage", STAGES)
 def test_real_inputs_and_a_zero_row_in_onnxruntime_alone(
-    artifact: Artifact, chain: Engine, eager: Engine, stage: str
+    artifact: Artifact, exported: Engine, eager: Engine, stage: str
 ) -> None:
     """Each stage on what the chain gives it, and the same with one token's streams set to zero."""
     import onnxruntime
 
     prompt = artifact.tokenizer().encode(PROMPT_FILE.read_text(encoding="utf-8"))[:150]
     session = onnxruntime.InferenceSession(str(path_of(artifact, stage)), providers=["CPUExecutionProvider"])
-    feeds = list(capture_inputs(chain, prompt, stage, num_decode_steps=1))
+    feeds = list(capture_inputs(exported, prompt, stage, num_decode_steps=1))
     assert len(feeds) == 3
     if "hidden_states" in feeds[0]:
         zeroed = {name: array.copy() for name, array in feeds[0].items()}

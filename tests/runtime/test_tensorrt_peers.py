@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from cuda_recorder import CUresult, RecordedDriver
-from tensorrt_world import Listener, World, make_world
+from tensorrt_world import World
 
 from engram_trt.configs.deployment import DeploymentConfig
 from engram_trt.plugins.trt_kernels import KernelLibrary
@@ -20,11 +18,6 @@ from engram_trt.runtime.session import Session
 from engram_trt.runtime.stage_runners.device_buffers import DeviceBuffer
 
 SPLIT = 6
-
-
-@pytest.fixture
-def world(tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    return make_world(tiny_artifact, tmp_path, monkeypatch)
 
 
 def two_gpus(world: World) -> Engine:
@@ -115,32 +108,24 @@ def test_the_bytes_arrive(world: World) -> None:
         assert [int(view.read()[0]) for view in starts] == [4, 4]
 
 
-@pytest.fixture
-def warnings() -> Iterator[list[str]]:
-    listener, logger = Listener(), logging.getLogger("engram_trt.tensorrt")
-    logger.addHandler(listener)
-    yield listener.messages
-    logger.removeHandler(listener)
-
-
-def test_peers_are_enabled_once_and_a_detour_is_said(world: World, warnings: list[str]) -> None:
+def test_peers_are_enabled_once_and_a_detour_is_said(world: World, tensorrt_log: list[str]) -> None:
     with two_gpus(world) as engine:
         Session(engine).chain.bind(dict(engine.symbol_limits))
         Session(engine).chain.bind(dict(engine.symbol_limits))
     assert len(world.recorder.of("cuCtxEnablePeerAccess")) == 1
-    assert warnings == []
+    assert tensorrt_log == []
     assert world.recorder.names().count("cuEventDestroy") == world.recorder.names().count("cuEventCreate") > 0
     assert world.recorder.names().count("cuStreamDestroy") == world.recorder.names().count("cuStreamCreate") == 3
 
 
 def test_without_a_way_the_driver_goes_through_the_host_and_it_is_said(
     world: World,
-    warnings: list[str],
+    tensorrt_log: list[str],
 ) -> None:
     world.recorder.peers_reach = False
     with two_gpus(world) as engine:
         Session(engine).chain.bind(dict(engine.symbol_limits))
-    assert warnings == ["cuda:1 cannot read cuda:0: tensors between them go through the host"]
+    assert tensorrt_log == ["cuda:1 cannot read cuda:0: tensors between them go through the host"]
     assert "cuCtxEnablePeerAccess" not in world.recorder.names()
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from cuda_recorder import CUresult, RecordedDriver
 from fake_tensorrt import FakeContext, FakeEngine
-from tensorrt_world import WEIGHT, Listener, World, make_world
+from tensorrt_world import WEIGHT, World
 
 from engram_trt.configs.errors import ArtifactError, BackendError, RequestError
 from engram_trt.runtime.cuda_driver import CudaDriver, CudaError
@@ -24,11 +22,6 @@ from engram_trt.runtime.stage_runners.tensorrt_manifest import (
     EnginesManifest,
     PlanRecord,
 )
-
-
-@pytest.fixture
-def world(tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    return make_world(tiny_artifact, tmp_path, monkeypatch)
 
 
 def contexts(engine: Engine) -> list[FakeContext]:
@@ -107,15 +100,7 @@ def test_caches_have_one_address_and_layers_their_own(world: World) -> None:
         assert len(set(seen.values())) == len(seen) > 1
 
 
-@pytest.fixture
-def reasons() -> Iterator[list[str]]:
-    listener, logger = Listener(), logging.getLogger("engram_trt.tensorrt")
-    logger.addHandler(listener)
-    yield listener.messages
-    logger.removeHandler(listener)
-
-
-def test_what_cannot_be_captured_runs_eagerly_and_says_why(world: World, reasons: list[str]) -> None:
+def test_what_cannot_be_captured_runs_eagerly_and_says_why(world: World, tensorrt_log: list[str]) -> None:
     world.recorder.failures["cuStreamEndCapture"] = CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
     with world.engine() as engine:
         session = Session(engine)
@@ -123,8 +108,8 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_why(world: World, reasons
         for token in range(4):
             session.step({row: [token]})
         assert session.length(row) == 4
-    assert len(reasons) == len(world.artifact.stages)
-    assert all("runs without CUDA graphs" in reason and "CAPTURE_UNSUPPORTED" in reason for reason in reasons)
+    assert len(tensorrt_log) == len(world.artifact.stages)
+    assert all("runs without CUDA graphs" in reason and "CAPTURE_UNSUPPORTED" in reason for reason in tensorrt_log)
     assert world.recorder.names().count("cuGraphLaunch") == 0
 
 

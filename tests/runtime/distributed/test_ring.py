@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import NoReturn
 
 import numpy as np
@@ -14,7 +13,6 @@ from queue_ring import arrays_equal, placements, ring_engine
 from small_model import small_config, small_engine
 
 from engram_trt.configs.errors import PeerError
-from engram_trt.runtime.artifact import Artifact
 from engram_trt.runtime.distributed.chain import Ring
 from engram_trt.runtime.distributed.worker import Worker
 from engram_trt.runtime.engine import Engine
@@ -65,12 +63,6 @@ def test_every_placement_gives_the_same_bits(whole: Engine) -> None:
             got = story(Session(engine))
         cuts = [range_.stages[0].name for range_ in placed]
         assert all(arrays_equal(*pair) for pair in zip(got, expected, strict=True)), cuts
-
-
-@pytest.fixture(scope="module")
-def exported(tiny_artifact: Path) -> Iterator[Engine]:
-    with Artifact.open(tiny_artifact).engine("onnxruntime") as engine:
-        yield engine
 
 
 def test_every_placement_of_tiny_gives_the_same_bits(exported: Engine) -> None:

@@ -1,9 +1,8 @@
-"""The exported `tiny` model opened once: both sides, and prompts short enough for many comparisons."""
+"""Prompts short enough for many comparisons."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,26 +10,8 @@ import torch
 from engram_trt.export.accuracy.divergence.comparison import CompareRequest, Comparison
 from engram_trt.export.accuracy.divergence.prompts import Prompt, PromptSet
 from engram_trt.runtime.artifact import Artifact
-from engram_trt.runtime.engine import Engine
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session")
-def artifact(tiny_artifact: Path) -> Artifact:
-    return Artifact.open(tiny_artifact)
-
-
-@pytest.fixture(scope="session")
-def eager(artifact: Artifact) -> Iterator[Engine]:
-    with artifact.engine("torch") as engine:
-        yield engine
-
-
-@pytest.fixture(scope="session")
-def exported(artifact: Artifact) -> Iterator[Engine]:
-    with artifact.engine("onnxruntime") as engine:
-        yield engine
 
 
 @pytest.fixture(scope="session")

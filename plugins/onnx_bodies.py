@@ -11,6 +11,7 @@ from engram_trt.plugins.engram_gather import onnx_op as engram_gather
 from engram_trt.plugins.engram_hash import onnx_op as engram_hash
 from engram_trt.plugins.hyper_connection_mix import onnx_op as hyper_connection_mix
 from engram_trt.plugins.indexer import onnx_op as indexer
+from engram_trt.plugins.moe_expert_outputs import onnx_op as moe_expert_outputs
 from engram_trt.plugins.moe_experts import onnx_op as moe_experts
 from engram_trt.plugins.onnx_functions import NodeVariant
 from engram_trt.plugins.quantize_dequantize import onnx_op as quantize_dequantize
@@ -24,6 +25,7 @@ FUNCTION_MAKERS: Mapping[str, FunctionMaker] = {
     "EngramHash": engram_hash.function,
     "HyperConnectionMix": hyper_connection_mix.function,
     "Indexer": indexer.function,
+    "MoEExpertOutputs": moe_expert_outputs.function,
     "MoEExperts": moe_experts.function,
     "QuantizeDequantize": quantize_dequantize.function,
     "SparseAttention": sparse_attention.function,

@@ -166,6 +166,7 @@ def translation_table() -> dict[Any, Callable[..., Any]]:
         torch_ops.engram_hash.engram_hash: "EngramHash",
         torch_ops.hyper_connection_mix.hyper_connection_mix: "HyperConnectionMix",
         torch_ops.indexer.indexer: "Indexer",
+        torch_ops.moe_expert_outputs.moe_expert_outputs: "MoEExpertOutputs",
         torch_ops.moe_experts.moe_experts: "MoEExperts",
         torch_ops.quantize_dequantize.quantize_dequantize: "QuantizeDequantize",
         torch_ops.sparse_attention.sparse_attention: "SparseAttention",

@@ -7,6 +7,7 @@ from engram_trt.plugins.engram_gather.spec import SPEC as ENGRAM_GATHER
 from engram_trt.plugins.engram_hash.spec import SPEC as ENGRAM_HASH
 from engram_trt.plugins.hyper_connection_mix.spec import SPEC as HYPER_CONNECTION_MIX
 from engram_trt.plugins.indexer.spec import SPEC as INDEXER
+from engram_trt.plugins.moe_expert_outputs.spec import SPEC as MOE_EXPERT_OUTPUTS
 from engram_trt.plugins.moe_experts.spec import SPEC as MOE_EXPERTS
 from engram_trt.plugins.quantize_dequantize.spec import SPEC as QUANTIZE_DEQUANTIZE
 from engram_trt.plugins.sparse_attention.spec import SPEC as SPARSE_ATTENTION
@@ -18,6 +19,7 @@ SPECS: tuple[PluginSpec, ...] = (
     ENGRAM_HASH,
     HYPER_CONNECTION_MIX,
     INDEXER,
+    MOE_EXPERT_OUTPUTS,
     MOE_EXPERTS,
     QUANTIZE_DEQUANTIZE,
     SPARSE_ATTENTION,

@@ -1,33 +1,15 @@
-"""ONNX form, by hand: a loop over the distinct chosen experts, so that only those are read and dequantised.
-
-At most one expert's three matrices exist in float at a time; everything else is bound as it is stored.
-
-Packed codes are looked up low nibbles first, then high ones, and stay so within each group of 32: to interleave the
-two would cost more than the lookup. The projections' inputs are put into the same order instead, even columns of a
-group before odd ones, which leaves every product and every group's rounding, and only reorders sums.
-"""
+"""ONNX form, by hand: a loop over the distinct chosen experts, so that only those are read and dequantised."""
 
 from __future__ import annotations
 
 import onnx
-from onnx import TensorProto, helper, numpy_helper, parser
 
-from engram_trt.plugins.float_tables import E2M1_PAIR_TABLE, E8M0_TABLE
+from engram_trt.plugins.moe_experts.onnx_expert import expert_loop
 from engram_trt.plugins.moe_experts.reference import WEIGHT_EPS
-from engram_trt.plugins.moe_experts.spec import GROUP
-from engram_trt.plugins.onnx_exporter import OPSET
-from engram_trt.plugins.onnx_functions import NodeVariant, function_proto
-from engram_trt.plugins.onnx_translation import PLUGIN_ATTRIBUTES
-from engram_trt.plugins.quantize_dequantize.spec import SPEC as QUANTIZE_DEQUANTIZE
-from engram_trt.plugins.spec import NAMESPACE
-
-_FLOAT = TensorProto.FLOAT
+from engram_trt.plugins.onnx_functions import NodeVariant
 
 _CHOICE = """
     k = Constant <value_ints = [{k}]> ()
-    last = Constant <value_ints = [-1]> ()
-    first = Constant <value_int = 0> ()
-    go_on = Constant <value = bool {{1}}> ()
     biased = Add (scores, selection_bias)
     best, chosen = TopK <axis = -1, largest = 1, sorted = 1> (biased, k)
     chosen_scores = GatherElements <axis = 1> (scores, chosen)
@@ -35,10 +17,8 @@ _CHOICE = """
     route_scale = Constant <value = float {{{route_scale!r}}}> ()
     routing = Mul (weights, route_scale)
     used = Unique <sorted = 1> (chosen)
-    num_used = Size (used)
     shape = Shape (ffn_in)
     zeros = ConstantOfShape <value = float[1] {{0}}> (shape)
-{order_in}
 """
 
 _NORMALISE = """
@@ -48,160 +28,21 @@ _NORMALISE = """
     weights = Div (chosen_scores, divisor)
 """
 
-_EXPERT = """
-    expert = Gather <axis = 0> (used, iteration)
-    hit = Equal (chosen, expert)
-    places = NonZero (hit)
-    rows = Gather <axis = 0> (places, first)
-    pairs = Transpose <perm = [1, 0]> (places)
-    routing_rows = GatherND (routing, pairs)
-    routing_column = Unsqueeze (routing_rows, last)
-    stored_x = Gather <axis = 0> (ordered_ffn_in, rows)
-    x = {round_op} (stored_x)
-{weights}
-    gate_T = Gemm <transB = 1> (x, w1)
-    up_T = Gemm <transB = 1> (x, w3)
-    gate_f = Cast <to = 1> (gate_T)
-    up_f = Cast <to = 1> (up_T)
-{clamp}
-    sigmoid = Sigmoid (gate)
-    silu = Mul (gate, sigmoid)
-    product = Mul (silu, up)
-    weighted = Mul (product, routing_column)
-    hidden = Cast <to = {T}> (weighted)
-{order_hidden}
-    rounded_hidden = {round_op} (ordered_hidden)
-    output_T = Gemm <transB = 1> (rounded_hidden, w2)
+_ADD = """
     output = Cast <to = 1> (output_T)
     targets = Unsqueeze (rows, last)
     sum_out = ScatterND <reduction = "add"> (sum_in, targets, output)
-    go_on_out = Identity (go_on_in)
-"""
-
-_CLAMP = """
-    high = Constant <value = float {{{limit!r}}}> ()
-    low = Constant <value = float {{-{limit!r}}}> ()
-    gate = Min (gate_f, high)
-    up_low = Max (up_f, low)
-    up = Min (up_low, high)
-"""
-
-_NO_CLAMP = """
-    gate = Identity (gate_f)
-    up = Identity (up_f)
-"""
-
-_FLOAT_WEIGHT = """
-    {w} = Gather <axis = 0> (experts_{w}, expert)
-"""
-
-_PACKED_WEIGHT = """
-    {w}_codes = Gather <axis = 0> (experts_{w}, expert)
-    {w}_code_rows = Cast <to = 6> ({w}_codes)
-    {w}_index = Reshape ({w}_code_rows, last)
-    {w}_low = GatherElements <axis = 0> (e2m1_low, {w}_index)
-    {w}_high = GatherElements <axis = 0> (e2m1_high, {w}_index)
-    {w}_low_groups = Reshape ({w}_low, half_group_shape)
-    {w}_high_groups = Reshape ({w}_high, half_group_shape)
-    {w}_groups = Concat <axis = 1> ({w}_low_groups, {w}_high_groups)
-    {w}_bytes = Gather <axis = 0> (experts_{w}_scale, expert)
-    {w}_byte_rows = Cast <to = 6> ({w}_bytes)
-    {w}_exponents = Reshape ({w}_byte_rows, last)
-    {w}_factors = Gather <axis = 0> (e8m0_column, {w}_exponents)
-    {w}_scaled = Mul ({w}_groups, {w}_factors)
-    {w}_rows = Shape <start = 0, end = 1> ({w}_codes)
-    {w}_shape = Concat <axis = 0> ({w}_rows, last)
-    {w}_flat = Reshape ({w}_scaled, {w}_shape)
-    {w} = Cast <to = {T}> ({w}_flat)
-"""
-
-_EVEN_THEN_ODD = """
-    {x}_pairs = Reshape ({x}, pair_shape)
-    {x}_halves = Transpose <perm = [0, 1, 3, 2]> ({x}_pairs)
-    ordered_{x} = Reshape ({x}_halves, flat_shape)
-"""
-
-_AS_STORED = """
-    ordered_{x} = Identity ({x})
-"""
-
-_LOOP = """
-    routed_output = Loop (num_used, go_on, zeros) <body = per_expert
-        (int64 iteration, bool go_on_in, float[rows, dim] sum_in) => (bool go_on_out, float[rows, dim] sum_out)
-        {{ {body} }}
-    >
 """
 
 
 def function(variant: NodeVariant, overload: str) -> onnx.FunctionProto:
     """The body for packed or float experts, with or without input rounding, in one dtype."""
-    nodes = _parse(_source(variant), variant)
-    if _is_packed(variant):
-        nodes = _constants() + nodes
-    return function_proto(variant, nodes, ["routed_output"], overload)
-
-
-def _constants() -> list[onnx.NodeProto]:
-    """Lookup tables and shapes of the packed form."""
-    pairs = E2M1_PAIR_TABLE.numpy()
-    tables = {"e2m1_low": pairs[:, 0], "e2m1_high": pairs[:, 1], "e8m0_column": E8M0_TABLE.reshape(-1, 1).numpy()}
-    shapes = {
-        "half_group_shape": [-1, GROUP // 2],
-        "pair_shape": [0, -1, GROUP // 2, 2],
-        "flat_shape": [0, -1],
-    }
-    constants = [
-        helper.make_node("Constant", [], [name], value=numpy_helper.from_array(values.copy(), name))
-        for name, values in tables.items()
-    ]
-    return constants + [helper.make_node("Constant", [], [name], value_ints=shape) for name, shape in shapes.items()]
-
-
-def _is_packed(variant: NodeVariant) -> bool:
-    return variant.num_inputs == len(variant.spec.inputs)
-
-
-def _source(variant: NodeVariant) -> str:
     attributes = variant.attributes
-    k, limit = int(attributes["n_activated_experts"]), float(attributes["swiglu_limit"])
-    data_type = TensorProto.BFLOAT16 if variant.dtype == "bfloat16" else _FLOAT
+    k = int(attributes["n_activated_experts"])
     normalised = attributes["norm_topk_prob"] and k > 1
-    packed = _is_packed(variant)
-    weight, order = (_PACKED_WEIGHT, _EVEN_THEN_ODD) if packed else (_FLOAT_WEIGHT, _AS_STORED)
-    round_op = "Identity" if attributes["activation_format"] < 0 else "RoundInput"
     choice = _CHOICE.format(
         k=k,
         normalise=_NORMALISE.format(eps=WEIGHT_EPS) if normalised else "    weights = Identity (chosen_scores)\n",
         route_scale=float(attributes["route_scale"]),
-        order_in=order.format(x="ffn_in"),
     )
-    body = _EXPERT.format(
-        weights="".join(weight.format(w=name, T=data_type) for name in ("w1", "w2", "w3")),
-        clamp=_CLAMP.format(limit=limit) if limit > 0 else _NO_CLAMP,
-        round_op=round_op,
-        order_hidden=order.format(x="hidden"),
-        T=data_type,
-    )
-    return choice + _LOOP.format(body=body)
-
-
-def _parse(source: str, variant: NodeVariant) -> list[onnx.NodeProto]:
-    header = f'<opset_import: ["" : {OPSET}], domain: "{NAMESPACE}">\n'
-    names = ", ".join(operand.name for operand in variant.inputs)
-    text = f"{header}{variant.spec.name} ({names}) => (routed_output) {{ {source} }}"
-    nodes = list(parser.parse_function(text).node)
-    _name_rounding(nodes, int(variant.attributes["activation_format"]))
-    return nodes
-
-
-def _name_rounding(nodes: list[onnx.NodeProto], format: int) -> None:
-    """Turn the placeholder of the template into a call of `QuantizeDequantize`."""
-    for node in nodes:
-        if node.op_type == "RoundInput":
-            node.op_type, node.domain, node.overload = QUANTIZE_DEQUANTIZE.name, NAMESPACE, str(format)
-            plugin = dict(zip(PLUGIN_ATTRIBUTES, (NAMESPACE, QUANTIZE_DEQUANTIZE.version), strict=True))
-            attributes = {"format": format, **plugin}
-            node.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                _name_rounding(list(attribute.g.node), format)
+    return expert_loop(variant, overload, before=choice, keep=_ADD, state="float[rows, dim]", carried="sum")

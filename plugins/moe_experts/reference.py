@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -97,6 +99,49 @@ def expert(
     return F.linear(hidden, w2)
 
 
+def outputs_by_expert(
+    ffn_in: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    experts: Sequence[Tensor],
+    scales: Sequence[Tensor | None],
+    swiglu_limit: float,
+    activation_format: int,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Outputs of one expert after the other, in ascending id; only those with a token are read.
+
+    All tokens of an expert go through one product per projection, in ascending row: bits may depend on that.
+
+    Args:
+        ffn_in: [rows, dim].
+        expert_ids: [rows, activated] integer; negative where there is no expert.
+        expert_weights: [rows, activated] float32.
+        experts: w1, w2, w3 of all experts, as in `moe_experts`.
+        scales: of packed experts, in the same order, else None.
+        swiglu_limit, activation_format: as in the contract.
+
+    Yields:
+        rows [pairs], slots [pairs], outputs [pairs, dim] in ffn_in's dtype.
+
+    Raises:
+        IndexError: an id is not below the number of experts.
+    """
+    for expert_id in torch.unique(expert_ids).tolist():
+        if expert_id < 0:
+            continue
+        w1, w2, w3 = (
+            _weight(codes[expert_id], None if scale is None else scale[expert_id], ffn_in.dtype)
+            for codes, scale in zip(experts, scales, strict=True)
+        )
+        rows, slots = torch.where(expert_ids == expert_id)
+        routing = expert_weights[rows, slots].unsqueeze(-1)
+        yield rows, slots, expert(ffn_in[rows], w1, w2, w3, routing, swiglu_limit, activation_format)
+
+
+def _weight(codes: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return (codes if scale is None else dequantize_fp4(codes, scale)).to(dtype)
+
+
 def moe_experts(
     ffn_in: Tensor,
     scores: Tensor,
@@ -127,23 +172,9 @@ def moe_experts(
         [rows, dim] float32.
     """
     chosen, weights = choose_experts(scores, selection_bias, n_activated_experts, norm_topk_prob, route_scale)
-
-    def weight_of(expert_id: int, codes: Tensor, scale: Tensor | None) -> Tensor:
-        if scale is None:
-            return codes[expert_id].to(ffn_in.dtype)
-        return dequantize_fp4(codes[expert_id], scale[expert_id]).to(ffn_in.dtype)
-
     total = torch.zeros(ffn_in.shape, dtype=torch.float32, device=ffn_in.device)
-    for expert_id in torch.unique(chosen).tolist():  # ascending: the order of the sum is part of the contract
-        rows, slots = torch.where(chosen == expert_id)
-        output = expert(
-            ffn_in[rows],
-            weight_of(expert_id, experts_w1, experts_w1_scale),
-            weight_of(expert_id, experts_w2, experts_w2_scale),
-            weight_of(expert_id, experts_w3, experts_w3_scale),
-            weights[rows, slots].unsqueeze(-1),
-            swiglu_limit,
-            activation_format,
-        )
+    experts, scales = (experts_w1, experts_w2, experts_w3), (experts_w1_scale, experts_w2_scale, experts_w3_scale)
+    # Ascending ids: the order of the sum is part of the contract.
+    for rows, _, output in outputs_by_expert(ffn_in, chosen, weights, experts, scales, swiglu_limit, activation_format):
         total.index_add_(0, rows, output.to(torch.float32))
     return total

@@ -12,6 +12,7 @@ from engram_trt.plugins.engram_hash.trt_plugin import PLUGIN as ENGRAM_HASH
 from engram_trt.plugins.hyper_connection_mix.trt_plugin import PLUGIN as HYPER_CONNECTION_MIX
 from engram_trt.plugins.indexer.trt_plugin import PLUGIN as INDEXER
 from engram_trt.plugins.kernels.plan import TRAILING_POINTERS
+from engram_trt.plugins.moe_expert_outputs.trt_plugin import PLUGIN as MOE_EXPERT_OUTPUTS
 from engram_trt.plugins.moe_experts.trt_plugin import PLUGIN as MOE_EXPERTS
 from engram_trt.plugins.quantize_dequantize.trt_plugin import PLUGIN as QUANTIZE_DEQUANTIZE
 from engram_trt.plugins.sparse_attention.trt_plugin import PLUGIN as SPARSE_ATTENTION
@@ -23,6 +24,7 @@ OP_PLUGINS: tuple[OpPlugin, ...] = (
     ENGRAM_HASH,
     HYPER_CONNECTION_MIX,
     INDEXER,
+    MOE_EXPERT_OUTPUTS,
     MOE_EXPERTS,
     QUANTIZE_DEQUANTIZE,
     SPARSE_ATTENTION,

@@ -9,6 +9,7 @@ from engram_trt.plugins.hyper_connection_mix.launch import PLANNER as HYPER_CONN
 from engram_trt.plugins.indexer.launch import PLANNER as INDEXER
 from engram_trt.plugins.kernels.plan import Variant
 from engram_trt.plugins.kernels.planner import Planner
+from engram_trt.plugins.moe_expert_outputs.launch import PLANNER as MOE_EXPERT_OUTPUTS
 from engram_trt.plugins.moe_experts.launch import PLANNER as MOE_EXPERTS
 from engram_trt.plugins.quantize_dequantize.launch import PLANNER as QUANTIZE_DEQUANTIZE
 from engram_trt.plugins.sparse_attention.launch import PLANNER as SPARSE_ATTENTION
@@ -19,6 +20,7 @@ PLANNERS: tuple[Planner, ...] = (
     ENGRAM_HASH,
     HYPER_CONNECTION_MIX,
     INDEXER,
+    MOE_EXPERT_OUTPUTS,
     MOE_EXPERTS,
     QUANTIZE_DEQUANTIZE,
     SPARSE_ATTENTION,

@@ -66,7 +66,7 @@ def _choose(
 
 
 @triton.jit
-def _prepare_row(
+def prepare_row(
     row,
     block,
     ffn_in,
@@ -127,7 +127,7 @@ def choose_experts_kernel(
             BLOCK_EXPERTS,
         )
     elif PREPARE:
-        _prepare_row(
+        prepare_row(
             row,
             tl.program_id(1) - 1,
             ffn_in,
@@ -154,15 +154,18 @@ def group_by_expert_kernel(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):
-    """One program an expert: its (token, slot) pairs in token order, and its tiles of BLOCK_TOKENS pairs."""
+    """One program an expert: its (token, slot) pairs in token order, and its tiles of BLOCK_TOKENS pairs.
+
+    A pair whose id is none of a program's is in no tile.
+    """
     mine = tl.program_id(0)
     expert = tl.arange(0, BLOCK_EXPERTS)
     lane = tl.arange(0, BLOCK_PAIRS)
     counts = tl.zeros([BLOCK_EXPERTS], tl.int32)
     for start in range(0, num_pairs, BLOCK_PAIRS):
         inside = start + lane < num_pairs
-        ids = tl.load(chosen + start + lane, mask=inside, other=0)
-        counts += tl.histogram(ids, BLOCK_EXPERTS, mask=inside)
+        ids = tl.load(chosen + start + lane, mask=inside, other=-1)
+        counts += tl.histogram(ids, BLOCK_EXPERTS, mask=(ids >= 0) & (ids < tl.num_programs(0)))
     tiles = (counts + BLOCK_TOKENS - 1) // BLOCK_TOKENS
     first = tl.sum(tl.where(expert < mine, counts, 0), axis=0)
     count = tl.sum(tl.where(expert == mine, counts, 0), axis=0)

@@ -1,4 +1,4 @@
-"""Graphs of one node with experts, and inputs for them."""
+"""Graphs of one node with experts, and inputs for graphs and kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import onnx
+import torch
 from onnx import helper
+from torch import Tensor
 
 from engram_trt.plugins.onnx_bodies import FUNCTION_MAKERS
 from engram_trt.plugins.onnx_exporter import OPSET
@@ -69,3 +71,37 @@ def moe_feed(rows: int, experts: int, inter: int, dim: int, *, packed: bool, see
         else:
             feed[name] = (random.standard_normal((experts, outputs, inputs)) / inputs**0.5).astype(np.float32)
     return feed
+
+
+def expert_tensors(dtype: torch.dtype, packed: bool, rows: int) -> dict[str, Tensor | None]:
+    """Random inputs of `MoEExperts`; in the last row all scores tie."""
+    draw, (experts, dim, inter) = torch.Generator().manual_seed(9), (9, 64, 96)
+    scores = torch.rand(rows, experts, generator=draw)
+    bias = torch.randn(rows, experts, generator=draw)
+    scores[-1], bias[-1] = 0.5, 0  # all tie: the lower ids win
+    tensors: dict[str, Tensor | None] = {
+        "ffn_in": torch.randn(rows, dim, generator=draw).to(dtype),
+        "scores": scores,
+        "selection_bias": bias,
+    }
+    for name, shape in (("w1", (inter, dim)), ("w2", (dim, inter)), ("w3", (inter, dim))):
+        if packed:
+            codes = torch.randint(-128, 128, (experts, shape[0], shape[1] // 2), generator=draw)
+            scale = torch.randint(118, 126, (experts, shape[0], shape[1] // 32), generator=draw)
+            tensors[f"experts_{name}"] = codes.to(torch.int8)
+            tensors[f"experts_{name}_scale"] = scale.to(torch.int8)
+        else:
+            tensors[f"experts_{name}"] = (torch.randn(experts, *shape, generator=draw) * 0.2).to(dtype)
+            tensors[f"experts_{name}_scale"] = None
+    return tensors
+
+
+def expert_attributes(format: int) -> dict[str, Any]:
+    """Attributes of `MoEExperts`."""
+    return {
+        "n_activated_experts": 3,
+        "norm_topk_prob": 1,
+        "route_scale": 1.5,
+        "swiglu_limit": 1.0,
+        "activation_format": format,
+    }

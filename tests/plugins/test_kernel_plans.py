@@ -79,6 +79,17 @@ def experts_call(dtype: str, weights: str, rows: int, format: int) -> Call:
     return "MoEExperts", tensors, attributes
 
 
+def expert_outputs_call(dtype: str, weights: str, rows: int, format: int) -> Call:
+    _, tensors, attributes = experts_call(dtype, weights, rows, format)
+    routed: dict[str, TensorInfo | None] = {
+        "ffn_in": tensors["ffn_in"],
+        "expert_ids": info("int32", rows, 6),
+        "expert_weights": info("float32", rows, 6),
+    }
+    routed |= {name: tensor for name, tensor in tensors.items() if name.startswith("experts_")}
+    return "MoEExpertOutputs", routed, {name: attributes[name] for name in ("swiglu_limit", "activation_format")}
+
+
 def index_call(dtype: str, role: int, tokens: int, visible: int) -> Call:
     tensors: dict[str, TensorInfo | None] = {
         "index_q": info(dtype, 1, tokens, 32, 128),
@@ -135,6 +146,7 @@ def calls() -> Iterator[Call]:
         for weights in ("int8", dtype):
             for format in (-1, 0, 1, 2):
                 yield experts_call(dtype, weights, 17, format)
+                yield expert_outputs_call(dtype, weights, 17, format)
         for role, visible in itertools.product((0, 1, 2), (300, 40_000)):
             yield index_call(dtype, role, 3, visible)
 
@@ -342,9 +354,50 @@ def test_indexer_refuses(change: dict[str, TensorInfo | None], where: str) -> No
     ],
 )
 def test_experts_refuse(change: dict[str, TensorInfo | None], where: str) -> None:
-    name, tensors, attributes = experts_call("bfloat16", "int8", 3, 0)
-    with pytest.raises(KernelError, match=where):
+    for name, tensors, attributes in (
+        experts_call("bfloat16", "int8", 3, 0),
+        expert_outputs_call("bfloat16", "int8", 3, 0),
+    ):
+        with pytest.raises(KernelError, match=where) as caught:
+            planner_of(name).plan({**tensors, **change}, attributes, 90)
+        assert caught.value.where.startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"expert_ids": info("int64", 3, 6)}, "expert_ids dtype"),
+        ({"expert_ids": info("int32", 3, 0), "expert_weights": info("float32", 3, 0)}, "expert_ids shape"),
+        ({"expert_weights": info("float32", 3, 5)}, "expert_weights shape"),
+        ({"expert_weights": info("bfloat16", 3, 6)}, "expert_weights dtype"),
+        ({"ffn_in": info("bfloat16", 4, 5120)}, "expert_ids shape"),
+    ],
+)
+def test_expert_outputs_refuse(change: dict[str, TensorInfo | None], where: str) -> None:
+    name, tensors, attributes = expert_outputs_call("bfloat16", "int8", 3, 0)
+    with pytest.raises(KernelError, match=f"MoEExpertOutputs: {where}"):
         planner_of(name).plan({**tensors, **change}, attributes, 90)
+
+
+@pytest.mark.parametrize("name", ["MoEExperts", "MoEExpertOutputs"])
+def test_as_many_experts_as_kernels_can_group(name: str) -> None:
+    call = {"MoEExperts": experts_call, "MoEExpertOutputs": expert_outputs_call}[name]
+    _, tensors, attributes = call("bfloat16", "bfloat16", 3, -1)
+
+    def of(experts: int) -> dict[str, TensorInfo | None]:
+        found = dict(tensors)
+        for operand in planner_of(name).spec.inputs:
+            tensor = tensors[operand.name]
+            if tensor is not None and "experts" in operand.shape:
+                axis = operand.shape.index("experts")
+                shape = (*tensor.shape[:axis], experts, *tensor.shape[axis + 1 :])
+                found[operand.name] = info(tensor.dtype, *shape)
+        return found
+
+    assert planner_of(name).plan(of(512), attributes, 90).launches
+    for experts in (0, 513):
+        with pytest.raises(KernelError, match=f"{name}: experts"):
+            planner_of(name).plan(of(experts), attributes, 90)
 
 
 def test_launch_refuses_wrong_arguments_and_empty_grids() -> None:

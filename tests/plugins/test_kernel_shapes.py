@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from expert_graphs import expert_attributes, expert_tensors
 from torch import Tensor
 
 from engram_trt.plugins.cache_write import reference as cache_write
@@ -211,43 +212,11 @@ def test_sparse_attention_one_program_a_token(interpreter: Any) -> None:
     torch.testing.assert_close(result, expected, **FLOAT_TOLERANCE)
 
 
-def expert_tensors(dtype: torch.dtype, packed: bool, rows: int) -> dict[str, Tensor | None]:
-    draw, (experts, dim, inter) = random(9), (9, 64, 96)
-    scores = torch.rand(rows, experts, generator=draw)
-    bias = torch.randn(rows, experts, generator=draw)
-    scores[-1], bias[-1] = 0.5, 0  # all tie: the lower ids win
-    tensors: dict[str, Tensor | None] = {
-        "ffn_in": torch.randn(rows, dim, generator=draw).to(dtype),
-        "scores": scores,
-        "selection_bias": bias,
-    }
-    for name, shape in (("w1", (inter, dim)), ("w2", (dim, inter)), ("w3", (inter, dim))):
-        if packed:
-            codes = torch.randint(-128, 128, (experts, shape[0], shape[1] // 2), generator=draw)
-            scale = torch.randint(118, 126, (experts, shape[0], shape[1] // 32), generator=draw)
-            tensors[f"experts_{name}"] = codes.to(torch.int8)
-            tensors[f"experts_{name}_scale"] = scale.to(torch.int8)
-        else:
-            tensors[f"experts_{name}"] = (torch.randn(experts, *shape, generator=draw) * 0.2).to(dtype)
-            tensors[f"experts_{name}_scale"] = None
-    return tensors
-
-
 def expert_reference(tensors: dict[str, Tensor | None], attributes: dict[str, float]) -> Tensor:
     names = ("ffn_in", "scores", "selection_bias", "experts_w1", "experts_w2", "experts_w3")
     scales = ("experts_w1_scale", "experts_w2_scale", "experts_w3_scale")
     arguments: Any = [tensors[name] for name in (*names, *scales)]
     return moe_experts.moe_experts(*arguments, **attributes)
-
-
-def expert_attributes(format: int) -> dict[str, Any]:
-    return {
-        "n_activated_experts": 3,
-        "norm_topk_prob": 1,
-        "route_scale": 1.5,
-        "swiglu_limit": 1.0,
-        "activation_format": format,
-    }
 
 
 @pytest.mark.parametrize(

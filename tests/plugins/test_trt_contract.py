@@ -178,6 +178,65 @@ def test_kernels_of_a_node_hold_every_kernel_of_its_plans() -> None:
         assert {launch.variant for launch in plan.launches} <= set(offered)
 
 
+EXPERT_PRODUCTS = {"swiglu_limit": 10.0, "activation_format": 0}
+
+
+def expert_inputs(rows: int, experts: int, activated: int, packed: bool) -> dict[str, TensorInfo]:
+    dim, inter, weights, half = 128, 96, "int8" if packed else "bfloat16", 2 if packed else 1
+    found = {
+        "ffn_in": TensorInfo(shape=(rows, dim), dtype="bfloat16"),
+        "expert_ids": TensorInfo(shape=(rows, activated), dtype="int32"),
+        "expert_weights": TensorInfo(shape=(rows, activated), dtype="float32"),
+    }
+    shapes = {"w1": (inter, dim), "w2": (dim, inter), "w3": (inter, dim)}
+    for name, (outputs, inputs) in shapes.items():
+        found[f"experts_{name}"] = TensorInfo(shape=(experts, outputs, inputs // half), dtype=weights)
+    if packed:
+        for name, (outputs, inputs) in shapes.items():
+            found[f"experts_{name}_scale"] = TensorInfo(shape=(experts, outputs, inputs // 32), dtype="int8")
+    return found
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_expert_outputs_have_a_row_a_slot_in_the_stages_dtype(packed: bool) -> None:
+    plugin, inputs = plugin_of("MoEExpertOutputs"), expert_inputs(5, 8, 3, packed)
+    shapes, dtypes = [list(tensor.shape) for tensor in inputs.values()], [t.dtype for t in inputs.values()]
+    assert plugin.output_shapes(shapes, EXPERT_PRODUCTS, Numbers()) == ((5, 3, 128),)
+    assert plugin.output_dtypes(dtypes, EXPERT_PRODUCTS) == ("bfloat16",)
+    planned = plugin.planner.outputs(inputs, EXPERT_PRODUCTS)
+    assert planned == {"expert_outputs": TensorInfo(shape=(5, 3, 128), dtype="bfloat16")}
+    for position in range(len(inputs)):
+        assert plugin.accepts(position, dtypes, len(inputs), EXPERT_PRODUCTS) is None
+    said = plugin.accepts(1, ["bfloat16", "int64"], len(inputs), EXPERT_PRODUCTS)
+    assert said == "MoEExpertOutputs: expert_ids is int64, expected int32"
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_expert_workspace_suffices_for_fewer_rows_and_experts(packed: bool) -> None:
+    plugin = plugin_of("MoEExpertOutputs")
+    bound = plugin.workspace_bytes(expert_inputs(70, 40, 6, packed), EXPERT_PRODUCTS, [90])
+    for rows in range(71):
+        for experts in (1, 2, 16, 39, 40):
+            plan = plugin.planner.plan(expert_inputs(rows, experts, 6, packed), EXPERT_PRODUCTS, 90)
+            assert plan.workspace_bytes <= bound, (rows, experts)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("format", [-1, 0, 1, 2])
+def test_kernels_of_an_expert_node_are_those_of_its_plan(packed: bool, format: int) -> None:
+    plugin, attributes = plugin_of("MoEExpertOutputs"), {**EXPERT_PRODUCTS, "activation_format": format}
+    inputs = expert_inputs(20, 8, 3, packed)
+    plan = plugin.planner.plan(inputs, attributes, 120)
+    assert [launch.variant.function for launch in plan.launches] == [
+        "prepare_rows_kernel",
+        "group_by_expert_kernel",
+        "expert_up_kernel",
+        "expert_down_kernel",
+    ]
+    offered = plugin.variants("bfloat16", len(inputs), attributes, 120)
+    assert {launch.variant for launch in plan.launches} == set(offered)
+
+
 def test_abi_tells_ops_apart_and_a_change_is_refused() -> None:
     assert len({plugin_abi(spec.name) for spec in SPECS}) == len(SPECS)
     require_same_plugins("here", plugin_identities())

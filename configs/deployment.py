@@ -22,7 +22,8 @@ _LOWEST_LIMITS = {"max_batch": 1, "max_step_tokens": 1, "max_context": 1, "max_r
 _HIGHEST_LIMIT = 2**31 - 1
 _DEVICE = re.compile(r"cpu(:\d{1,4})?|cuda:\d{1,3}")
 _EXPORTED = ("dtype", "activation_quantization", "cache_quantization", "limits", "dspark_taps")
-"""Keys that shaped an artefact's graphs; the others may be chosen anew whenever it is opened."""
+"""Keys that shaped an artefact's graphs; the others may be chosen anew whenever it is opened, `experts` only if the
+experts are stages of their own."""
 _CHOICES = {
     "dtype": ("float32", "bfloat16"),
     "activation_quantization": ("none", "reference"),
@@ -54,6 +55,8 @@ class DeploymentConfig:
         limits: what a session may ask for.
         devices: where stages run: `cpu`, `cpu:N` (a runner pinned to core N) or `cuda:N`; in order of the chain.
         stages: placement of the layers; empty spreads them over the devices by bytes and floor times.
+        experts: those among the devices that share the routed experts of every layer, in the order of the experts'
+            ids; empty leaves a layer's experts where the layer is. An export makes them stages of their own.
         dspark_taps: whether the input streams of the draft's target layers are an output.
         engram: where the Engram tables live; may be changed when an artefact is opened.
 
@@ -67,6 +70,7 @@ class DeploymentConfig:
     limits: Limits = field(default_factory=Limits)
     devices: tuple[str, ...] = ("cpu",)
     stages: tuple[StagePlacement, ...] = ()
+    experts: tuple[str, ...] = ()
     dspark_taps: bool = False
     engram: EngramPlacement = field(default_factory=EngramPlacement)
 
@@ -86,6 +90,9 @@ class DeploymentConfig:
         for position, device in enumerate(self.devices):
             if not _DEVICE.fullmatch(device):
                 _bad(f"devices[{position}]", repr(device), "a device: cpu, cpu:N (pinned to core N) or cuda:N")
+        strangers = [device for device in self.experts if device not in self.devices]
+        if strangers or len(set(self.experts)) != len(self.experts):
+            _bad("experts", str(list(self.experts)), f"devices out of {list(self.devices)}, each named once")
         self._check_stages()
 
     def _check_stages(self) -> None:
@@ -106,6 +113,11 @@ class DeploymentConfig:
             next_layer = last + 1
         if self.stages and order != list(self.devices):
             _bad("stages", f"devices in the order {order}", f"one range of layers for each of {list(self.devices)}")
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether the experts of some layer are on other devices than the layer."""
+        return bool(self.experts) and len(self.devices) > 1
 
     @classmethod
     def from_file(cls, path: Path | str) -> DeploymentConfig:
@@ -169,6 +181,13 @@ class DeploymentConfig:
                     expected=f"{exported.to_dict()[key]}, as the artefact was exported",
                     remedy="Remove the key, or export again with this file.",
                 )
+        if chosen.experts and not exported.experts:
+            raise DeploymentError(
+                f"{path}: experts",
+                found=str(list(chosen.experts)),
+                expected="no such key: in this artefact the experts of a layer are inside its stage",
+                remedy="Remove the key, or export again with this file.",
+            )
         return cls.from_dict({**exported.to_dict(), **_placing(given)}, where=str(path))
 
     def to_dict(self) -> dict[str, Any]:
@@ -180,6 +199,7 @@ class DeploymentConfig:
             "limits": {key: getattr(self.limits, key) for key in _LOWEST_LIMITS},
             "devices": list(self.devices),
             "stages": [{"device": stage.device, "layers": list(stage.layers)} for stage in self.stages],
+            "experts": list(self.experts),
             "dspark_taps": self.dspark_taps,
             "engram": self.engram.to_dict(),
         }
@@ -229,9 +249,9 @@ class DeploymentConfig:
 
 
 def _placing(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a file that say where an artefact runs; other devices void the exported placement of layers."""
+    """The keys of a file that say where an artefact runs; other devices void the exported placement."""
     placing = {key: value for key, value in document.items() if key not in _EXPORTED}
-    return {"stages": [], **placing} if "devices" in placing else placing
+    return {"stages": [], "experts": [], **placing} if "devices" in placing else placing
 
 
 def _twice_or_never(first: int, expected: int) -> str:
@@ -263,7 +283,7 @@ def _typed(key: str, value: Any, default: Any) -> Any:
     if isinstance(default, Limits | EngramPlacement) or key == "engram.layers":
         return value if isinstance(value, dict) else _bad(key, repr(value), "a table")
     if isinstance(default, tuple):
-        inner = str if default else dict
+        inner = dict if key == "stages" else str
         if not isinstance(value, list | tuple) or not all(isinstance(entry, inner) for entry in value):
             _bad(key, repr(value), "a list of " + ("strings" if inner is str else "tables"))
         return tuple(value)

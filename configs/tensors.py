@@ -21,6 +21,9 @@ ITEM_BYTES: Mapping[str, int] = {
     "bfloat16": 2,
 }
 
+EXPERTS = "experts"
+"""Kind of a stage that is the routed experts of a layer, and the symbol for how many of them are bound."""
+
 Shape = tuple[str | int, ...]
 
 

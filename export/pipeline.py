@@ -175,7 +175,7 @@ def export_checkpoint(
         _announce(export, work, missing, unread, progress)
         for name in stages:
             progress.stage(name, True)
-        trace_kinds(export.exporter, missing, progress.traced)
+        trace_kinds(export.exporter, missing, progress.traced, request.limits.tracers())
         for spec, files in write_stages(
             export.exporter,
             export.checkpoint,
@@ -238,6 +238,7 @@ def _chosen(request: ExportRequest, checkpoint: Checkpoint, compute: ComputeConf
         compute,
         packed_experts=True,
         dspark_taps=request.deployment.dspark_taps,
+        split_experts=bool(request.deployment.experts),
         layers=request.layers if request.layers is not None else checkpoint.partial_layers,
     )
     if request.stages is None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engram_trt.configs.deployment import DeploymentConfig
-from engram_trt.configs.tensors import StageSpec
+from engram_trt.configs.tensors import EXPERTS, StageSpec
 from engram_trt.export.checkpoint_source import CheckpointSource
 from engram_trt.export.modeling.compute import ComputeConfig
 from engram_trt.export.modeling.probe import Recorder
@@ -87,12 +87,20 @@ class TorchBackend(Backend):
         source: the checkpoint.
         compute: dtype and roundings.
         token_map: [vocab_size] int64, for a model with Engram.
+        expert_share: the experts to bind of every `experts` stage; None for all.
     """
 
     name = "torch"
 
-    def __init__(self, source: WeightSource, compute: ComputeConfig, token_map: Tensor | None) -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        compute: ComputeConfig,
+        token_map: Tensor | None,
+        expert_share: range | None = None,
+    ) -> None:
         self.source, self.compute, self.token_map = source, compute, token_map
+        self.expert_share = expert_share
         self.recorder: Recorder | None = None
         """Receives every probed value while set."""
         self._resident: dict[tuple[int, str], View] = {}
@@ -112,6 +120,8 @@ class TorchBackend(Backend):
         key = (owner, binding)
         if key not in self._resident:
             values = resident_tensor(self.source, spec.input(binding), self.compute.dtype)
+            if self.expert_share is not None and spec.kind == EXPERTS:
+                values = values[self.expert_share.start : self.expert_share.stop].clone()
             buffer = TorchBuffer(spec.input(binding).dtype, values.reshape(-1))
             self._resident[key] = buffer.view(tuple(values.shape))
         return self._resident[key]
@@ -127,7 +137,13 @@ def torch_engine(source: WeightSource, deployment: DeploymentConfig, token_map: 
     """
     compute = ComputeConfig.from_deployment(deployment)
     packed = source.config.n_layers > 0 and experts_are_packed(source, 0)
-    stages = stage_specs(source.config, compute, packed_experts=packed, dspark_taps=deployment.dspark_taps)
+    stages = stage_specs(
+        source.config,
+        compute,
+        packed_experts=packed,
+        dspark_taps=deployment.dspark_taps,
+        split_experts=bool(deployment.experts),
+    )
     return Engine.load(source.config, deployment, stages, TorchBackend(source, compute, token_map))
 
 
@@ -138,4 +154,5 @@ def torch_backend(artifact: Artifact, device: str | None = None) -> Backend:
     if artifact.config.has_engram:
         token_map = torch.from_numpy(TokenMap.for_model(artifact.tokenizer(), artifact.config).ids.copy())
     compute = ComputeConfig.from_deployment(artifact.manifest.deployment)
-    return TorchBackend(CheckpointSource(checkpoint=artifact.checkpoint), compute, token_map)
+    source = CheckpointSource(checkpoint=artifact.checkpoint)
+    return TorchBackend(source, compute, token_map, artifact.expert_share)

@@ -31,6 +31,7 @@ EXAMPLE_SIZES = {
     "visible_r1": 619,
     "visible_r2": 631,
     "table_rows": 641,
+    "experts": 643,
 }
 """Extents during a trace: different primes, so that no two symbols are taken for one another or for a constant."""
 

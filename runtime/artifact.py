@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -14,13 +14,16 @@ from engram_trt.configs.engram_placement import EngramPlacement
 from engram_trt.configs.errors import ArtifactError, BackendError, CheckpointError, TokenizerError
 from engram_trt.configs.limits import symbol_limits
 from engram_trt.configs.model import ModelConfig
-from engram_trt.configs.tensors import StageSpec
+from engram_trt.configs.tensors import EXPERTS, StageSpec
 from engram_trt.runtime.device_threads import core_of
 from engram_trt.runtime.engine import Engine
 from engram_trt.runtime.engram.opening import bound_arrays, open_store
 from engram_trt.runtime.engram.staging import ROWS, SCALES
 from engram_trt.runtime.engram.store import EngramStore
 from engram_trt.runtime.engram.tables import table_names
+from engram_trt.runtime.experts.device_share import DeviceShare
+from engram_trt.runtime.experts.parcels import expert_shares
+from engram_trt.runtime.experts.spread import ExpertGroup, LocalGroup
 from engram_trt.runtime.placement import PlacedStages, place, stage_cost
 from engram_trt.runtime.resident_weights import ResidentWeights
 from engram_trt.runtime.stage_runners.contract import Array, Backend
@@ -43,6 +46,7 @@ class Artifact:
         opened_checkpoint: holds Engram tables, and experts that were not copied; None where it is gone and every
             resident tensor has a copy.
         residents: the weights to bind.
+        expert_share: the experts of every layer to bind, where another device has the others; None for all.
     """
 
     root: Path
@@ -50,6 +54,7 @@ class Artifact:
     config: ModelConfig
     opened_checkpoint: Checkpoint | None
     residents: ResidentWeights
+    expert_share: range | None = None
 
     @classmethod
     def open(cls, root: Path, checkpoint: Path | None = None, verify: str = HEADERS) -> Artifact:
@@ -97,7 +102,8 @@ class Artifact:
 
     def resident(self, spec: StageSpec, binding: str) -> Array:
         """Weights of a resident input, int8: a table as it is mapped, experts stacked into one array."""
-        return self.residents.array(spec.input(binding).key)
+        share = self.expert_share if spec.kind == EXPERTS else None
+        return self.residents.array(spec.input(binding).key, share)
 
     def engine(
         self,
@@ -121,15 +127,37 @@ class Artifact:
         chosen = deployment or self.manifest.deployment
         placed = self.place(chosen)
         one_anywhere = len(placed) == 1 and core_of(placed[0].device) is None
+        is_spread = chosen.spreads_experts
         backends: dict[str, Backend] = {}
         shared: dict[str, Backend] = {}
         for range_ in placed:
-            kind = "cpu" if core_of(range_.device) is not None else range_.device
+            device = range_.device
+            kind = "cpu" if core_of(device) is not None and not is_spread else device
             if kind not in shared:
-                shared[kind] = open_backend(backend, self, None if one_anywhere else range_.device)
-            backends[range_.device] = shared[kind]
+                shared[kind] = open_backend(backend, self.with_share(device, chosen), None if one_anywhere else device)
+            backends[device] = shared[kind]
         store = self.engram_store(backends[placed[0].device], engram or chosen.engram)
-        return Engine.load_placed(self.config, chosen, placed, backends, store)
+        groups = self._expert_groups(chosen, backends) if is_spread else {}
+        return Engine.load_placed(self.config, chosen, placed, backends, store, groups)
+
+    def with_share(self, device: str, deployment: DeploymentConfig) -> Artifact:
+        """The artefact as one of the devices binds it that share its experts; itself for any other device."""
+        if device not in deployment.experts:
+            return self
+        shares = expert_shares(self.config.n_routed_experts, len(deployment.experts))
+        return replace(self, expert_share=shares[deployment.experts.index(device)])
+
+    @property
+    def expert_stages(self) -> tuple[StageSpec, ...]:
+        """The layers' routed experts, where they are stages of their own."""
+        return tuple(spec for spec in self.stages if spec.kind == EXPERTS)
+
+    def _expert_groups(self, deployment: DeploymentConfig, backends: Mapping[str, Backend]) -> dict[str, ExpertGroup]:
+        """For the layers of each device, the devices of this process that have their experts."""
+        sizes, stages = symbol_limits(self.config, deployment.limits), self.expert_stages
+        devices = [DeviceShare(device, backends[device], stages, sizes) for device in deployment.experts]
+        shares = expert_shares(self.config.n_routed_experts, len(devices))
+        return {device: LocalGroup(shares, devices, device) for device in backends}
 
     def place(self, deployment: DeploymentConfig) -> tuple[PlacedStages, ...]:
         """The whole chain on a deployment's devices; see `engine` for the errors."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from engram_trt.runtime.artifact import Artifact
 from engram_trt.runtime.engine import Engine
+from engram_trt.runtime.engram.staging import ROWS, SCALES
 from engram_trt.runtime.session import Session
 
 Result = dict[str, Any]
@@ -138,8 +139,8 @@ def bench_engram(artifact: Artifact, engine: Engine, repeats: int = 20) -> Itera
 
 
 def _bench_gather(artifact: Artifact, layer_id: int, repeats: int) -> Result:
-    spec = {stage.layer_id: stage for stage in artifact.stages}[layer_id]
-    rows, scales = artifact.resident(spec, "engram_rows"), artifact.resident(spec, "engram_scales")
+    spec = next(stage for stage in artifact.stages if stage.layer_id == layer_id and ROWS in stage.input_names)
+    rows, scales = artifact.resident(spec, ROWS), artifact.resident(spec, SCALES)
     random = np.random.default_rng(0)
     seconds = []
     for _ in range(repeats):

@@ -9,8 +9,30 @@ from concurrent.futures import ThreadPoolExecutor
 from engram_trt.configs.errors import DeploymentError
 
 
-class DeviceThread:
-    """One thread on one core; runs what it is given, in order.
+class WorkThread:
+    """One thread that runs what it is given, in order.
+
+    Args:
+        name: of the thread.
+        core: where it runs; None for anywhere.
+    """
+
+    def __init__(self, name: str, core: int | None = None) -> None:
+        # Affinity is a property of the calling thread, and of every thread it starts.
+        cores = os.sched_getaffinity(0) if core is None else {core}
+        self._pool = ThreadPoolExecutor(1, name, initializer=os.sched_setaffinity, initargs=(0, cores))
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Run a task after those submitted before; it has to keep its own exceptions."""
+        self._pool.submit(task)
+
+    def close(self) -> None:
+        """Let what was submitted end, then end the thread."""
+        self._pool.shutdown(wait=True)
+
+
+class DeviceThread(WorkThread):
+    """A thread on one core.
 
     Args:
         device: `cpu:N`.
@@ -21,17 +43,7 @@ class DeviceThread:
 
     def __init__(self, device: str) -> None:
         self.device = device
-        core = require_core(device)
-        # Affinity is a property of the calling thread, and of every thread it starts.
-        self._pool = ThreadPoolExecutor(1, device, initializer=os.sched_setaffinity, initargs=(0, {core}))
-
-    def submit(self, task: Callable[[], None]) -> None:
-        """Run a task after those submitted before; it has to keep its own exceptions."""
-        self._pool.submit(task)
-
-    def close(self) -> None:
-        """Let what was submitted end, then end the thread."""
-        self._pool.shutdown(wait=True)
+        super().__init__(device, require_core(device))
 
 
 def core_of(device: str) -> int | None:

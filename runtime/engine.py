@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 from engram_trt.configs.deployment import DeploymentConfig
 from engram_trt.configs.limits import symbol_limits
 from engram_trt.configs.model import ModelConfig
-from engram_trt.configs.tensors import ITEM_BYTES, StageSpec
+from engram_trt.configs.tensors import EXPERTS, ITEM_BYTES, StageSpec
 from engram_trt.runtime.device_threads import DeviceThread, core_of
 from engram_trt.runtime.engram.staging import ROWS, SCALES
 from engram_trt.runtime.engram.store import EngramStore
+from engram_trt.runtime.experts.spread import ExpertGroup, SpreadExperts
 from engram_trt.runtime.placement import PlacedStages
 from engram_trt.runtime.stage_runners.contract import Backend, StageRunner
 from engram_trt.runtime.timeline import Timeline
@@ -67,6 +68,7 @@ class Engine:
         stages: the whole chain in order.
         parts: the stages of this process, device by device.
         engram_store: has the Engram tables that the back end does not hold itself; closed with the engine.
+        expert_groups: share the routed experts of the layers, where they are spread over devices; closed likewise.
         open_chain: makes a session's chain where some stages are in other processes; None where all are here.
         timeline: records when stages ran, while it is on.
     """
@@ -76,6 +78,7 @@ class Engine:
     stages: tuple[StageSpec, ...]
     parts: tuple[EnginePart, ...]
     engram_store: EngramStore | None = None
+    expert_groups: tuple[ExpertGroup, ...] = ()
     open_chain: Callable[[Engine, Mapping[str, int]], SessionChain] | None = None
     timeline: Timeline = field(default_factory=Timeline, repr=False, compare=False)
 
@@ -102,6 +105,7 @@ class Engine:
         placed: Sequence[PlacedStages],
         backends: Mapping[str, Backend],
         engram_store: EngramStore | None = None,
+        expert_groups: Mapping[str, ExpertGroup] | None = None,
     ) -> Engine:
         """Open every stage on its device.
 
@@ -109,19 +113,27 @@ class Engine:
             config, deployment, engram_store: as for the class.
             placed: the chain, device by device.
             backends: device -> its back end.
+            expert_groups: device -> who runs the routed experts of its layers, if not the device alone.
 
         Raises:
             DeploymentError: a core that this process may not run on.
         """
         threads = {p.device: DeviceThread(p.device) for p in placed if core_of(p.device) is not None}
-        parts = []
+        parts, groups = [], expert_groups or {}
         for range_ in placed:
             backend = backends[range_.device]
-            runners, ready = _load(backend, range_)
+            runners, ready = _load(backend, range_, groups.get(range_.device))
             thread = threads.get(range_.device)
             parts.append(EnginePart(device=range_.device, backend=backend, runners=runners, thread=thread, ready=ready))
         stages = tuple(stage for range_ in placed for stage in range_.stages)
-        return cls(config=config, deployment=deployment, stages=stages, parts=tuple(parts), engram_store=engram_store)
+        return cls(
+            config=config,
+            deployment=deployment,
+            stages=stages,
+            parts=tuple(parts),
+            engram_store=engram_store,
+            expert_groups=tuple(groups.values()),
+        )
 
     @property
     def backend(self) -> Backend:
@@ -150,20 +162,33 @@ class Engine:
         for part in self.parts:
             if part.thread is not None:
                 part.thread.close()
+        for group in self.expert_groups:
+            group.close()
         for backend in {id(part.backend): part.backend for part in self.parts}.values():
             backend.close()
         if self.engram_store is not None:
             self.engram_store.close()
 
 
-def _load(backend: Backend, placed: PlacedStages) -> tuple[tuple[StageRunner, ...], tuple[StageReady, ...]]:
+def _load(
+    backend: Backend, placed: PlacedStages, group: ExpertGroup | None = None
+) -> tuple[tuple[StageRunner, ...], tuple[StageReady, ...]]:
     """Open stages and bind their experts, so that the first step waits for neither."""
-    runners, ready = [], []
+    runners: list[StageRunner] = []
+    ready = []
     for spec in placed.stages:
         started = perf_counter()
-        runners.append(backend.load(spec))
-        experts = [t for t in spec.inputs if t.role == "resident" and t.tensor not in (ROWS, SCALES)]
-        sizes = [math.prod(backend.resident(spec, t.name).shape) * ITEM_BYTES[t.dtype] for t in experts]
-        seconds = perf_counter() - started
-        ready.append(StageReady(stage=spec.name, seconds=seconds, resident_bytes=sum(sizes)))
+        if group is not None and spec.kind == EXPERTS:
+            runners.append(SpreadExperts(spec, group))
+            num_bytes = group.num_bytes(spec.name)
+        else:
+            runners.append(backend.load(spec))
+            num_bytes = _bind_experts(backend, spec)
+        ready.append(StageReady(stage=spec.name, seconds=perf_counter() - started, resident_bytes=num_bytes))
     return tuple(runners), tuple(ready)
+
+
+def _bind_experts(backend: Backend, spec: StageSpec) -> int:
+    """Bytes of the experts that a stage now has."""
+    experts = [t for t in spec.inputs if t.role == "resident" and t.tensor not in (ROWS, SCALES)]
+    return sum(math.prod(backend.resident(spec, t.name).shape) * ITEM_BYTES[t.dtype] for t in experts)

@@ -13,7 +13,7 @@ from engram_trt.configs.deployment import DeploymentConfig
 from engram_trt.configs.errors import DeploymentError
 from engram_trt.configs.layers import free_boundaries
 from engram_trt.configs.model import ModelConfig
-from engram_trt.configs.tensors import StageSpec
+from engram_trt.configs.tensors import EXPERTS, StageSpec
 
 FLOORS: Mapping[str, tuple[float, float]] = {"cpu": (1e10, 3e-4), "cuda": (3e12, 1e-5)}
 """Device kind -> bytes it reads per second and seconds of a stage that reads none: orders of magnitude, to compare
@@ -53,9 +53,9 @@ def pieces_of(stages: Sequence[StageSpec], config: ModelConfig) -> tuple[tuple[S
     boundaries = set(free_boundaries(config))
     pieces: list[list[StageSpec]] = [[]]
     for position, stage in enumerate(stages):
-        is_first_block = position == 0 or stages[position - 1].layer_id is None
-        is_head = position and stage.layer_id is None and stages[position - 1].layer_id is not None
-        if is_head or (stage.layer_id in boundaries and not is_first_block):
+        before = None if position == 0 else stages[position - 1].layer_id
+        is_head = stage.layer_id is None and before is not None
+        if is_head or (stage.layer_id in boundaries and before not in (None, stage.layer_id)):
             pieces.append([])
         pieces[-1].append(stage)
     for number, piece in enumerate(pieces):
@@ -93,7 +93,7 @@ def stage_cost(
         weight_bytes: of its dense weights.
         table_bytes: of an Engram table that is bound whole.
     """
-    known = {"table_rows": 0, **sizes}
+    known = {"table_rows": 0, EXPERTS: config.n_routed_experts, **sizes}
     experts = sum(t.num_bytes(known) for t in stage.inputs if t.role == "resident")
     caches = sum(t.num_bytes(known) for t in stage.outputs if t.role == "state")
     active = experts * config.n_activated_experts // max(config.n_routed_experts, 1)

@@ -39,7 +39,7 @@ class ResidentWeights:
         self.root, self._checkpoint = root, checkpoint
         self._records = {record.key: record for record in manifest.residents}
         self._next = _followers(manifest.residents)
-        self._ahead: dict[str, Future[Array]] = {}
+        self._ahead: dict[tuple[str, range | None], Future[Array]] = {}
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="residents")
         self._parts = ThreadPoolExecutor(max_workers=READERS, thread_name_prefix="resident-parts")
 
@@ -55,8 +55,12 @@ class ResidentWeights:
                 remedy="Export the checkpoint again.",
             ) from None
 
-    def array(self, key: str) -> Array:
+    def array(self, key: str, rows: range | None = None) -> Array:
         """The values, int8 [shape of the record].
+
+        Args:
+            key: of the tensor.
+            rows: consecutive ones of the first axis, such as some of the experts; all if None.
 
         Raises:
             ArtifactError: no such tensor, or a damaged copy.
@@ -64,15 +68,16 @@ class ResidentWeights:
         """
         record = self.record(key)
         if record.copy is not None:
-            return np.memmap(record.copy.locate(self.root), dtype=np.int8, mode="r", shape=record.shape)
+            return _some(np.memmap(record.copy.locate(self.root), dtype=np.int8, mode="r", shape=record.shape), rows)
         if len(record.parts) == 1:
             (part,) = record.parts
             with opened_shard(self._header(record, part)) as file:
-                return np.memmap(file, dtype=np.int8, mode="r", offset=part.offset, shape=record.shape)
-        pending = self._ahead.pop(key, None) or self._reader.submit(self._stack, record)
+                mapped = np.memmap(file, dtype=np.int8, mode="r", offset=part.offset, shape=record.shape)
+            return _some(mapped, rows)
+        pending = self._ahead.pop((key, rows), None) or self._reader.submit(self._stack, record, rows)
         follower = self._next.get(key)
-        if follower is not None and follower not in self._ahead:
-            self._ahead[follower] = self._reader.submit(self._stack, self._records[follower])
+        if follower is not None and (follower, rows) not in self._ahead:
+            self._ahead[follower, rows] = self._reader.submit(self._stack, self._records[follower], rows)
         return pending.result()
 
     def verify(self, key: str) -> None:
@@ -109,17 +114,22 @@ class ResidentWeights:
             )
         return header
 
-    def _stack(self, record: ResidentRecord) -> Array:
-        stacked = np.empty(record.shape, dtype=np.int8)
+    def _stack(self, record: ResidentRecord, rows: range | None) -> Array:
+        chosen = range(len(record.parts)) if rows is None else rows
+        stacked = np.empty((len(chosen), *record.shape[1:]), dtype=np.int8)
         flat = memoryview(stacked.reshape(-1))  # type: ignore[arg-type]
         jobs, start = [], 0
-        for part in record.parts:
+        for part in record.parts[chosen.start : chosen.stop]:
             place = flat[start : start + part.num_bytes]
             jobs.append(self._parts.submit(_read_part, self._header(record, part), part, place))
             start += part.num_bytes
         for job in jobs:
             job.result()
         return stacked
+
+
+def _some(values: Array, rows: range | None) -> Array:
+    return values if rows is None else values[rows.start : rows.stop]
 
 
 def _followers(records: tuple[ResidentRecord, ...]) -> dict[str, str]:

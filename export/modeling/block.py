@@ -16,8 +16,8 @@ from engram_trt.export.modeling.probe import probe
 from engram_trt.plugins.hyper_connection_mix.torch_op import hyper_connection_mix
 
 
-class Block(nn.Module):
-    """A pure function of the stage's inputs; parameter names are the checkpoint's, less `layers.N.`."""
+class AttentionHalf(nn.Module):
+    """A layer up to the input of its experts; parameter names are the checkpoint's, less `layers.N.`."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, compute: ComputeConfig) -> None:
         super().__init__()
@@ -27,31 +27,28 @@ class Block(nn.Module):
         self.attn_norm = RMSNorm(config.dim, config.norm_eps)
         self.attn = Attention(config, layer, compute)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
-        self.ffn = MoE(config, compute)
         streams = config.hc_mult * config.dim
         for sublayer in ("attn", "ffn"):
             self.register_parameter(f"hc_{sublayer}_fn", parameter(config.hc_mixes, streams))
             self.register_parameter(f"hc_{sublayer}_base", parameter(config.hc_mixes))
             self.register_parameter(f"hc_{sublayer}_scale", parameter(3))
 
-    def forward(self, inputs: dict[str, Tensor], outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
-        """Run the layer.
+    def attend(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """Engram write and attention.
 
         Args:
-            inputs: the stage's tensors by name (see `stages/block.py`). The dictionary is updated with every
-                cache, list and stream the layer produces, under the name of what it replaces.
-            outputs: bindings to return; `X_out` is the new `X`.
+            inputs: the stage's tensors by name (see `stages/block.py`); updated with every cache and list the
+                layer produces, under the name of what it replaces.
 
         Returns:
-            the tensors named by `outputs`.
+            streams after attention, ffn_in [batch, tokens, dim], and the mix around the experts: pre, post, comb.
         """
-        mask = inputs.get("image_mask")
         streams, pre_mix = inputs["hidden_states"], inputs["pre_mix"]
         family = "compress" if self.layer.compress_ratio else "window"
         table = inputs[f"{family}_rotary_cos"], inputs[f"{family}_rotary_sin"]
         if self.layer.has_engram:
             table_rows = inputs["engram_rows"], inputs["engram_scales"]
-            streams = self.engram(streams, inputs["engram_ids"], *table_rows, mask)
+            streams = self.engram(streams, inputs["engram_ids"], *table_rows, inputs.get("image_mask"))
         if self.layer.is_dspark_target:
             inputs["dspark_tap"] = streams.float().mean(dim=2).to(streams.dtype)
 
@@ -62,20 +59,9 @@ class Block(nn.Module):
 
         ffn_mix = self.mix("ffn", streams)
         ffn_in = self.ffn_norm(collapse(streams, attn_mix[0]))
-        ffn_out = self.ffn(ffn_in, mask, inputs)
-        inputs["hidden_states"] = expand(ffn_out, streams, ffn_mix[1], ffn_mix[2])
-        inputs["pre_mix"] = ffn_mix[0]
-
-        for name, value in (
-            ("attn_in", attn_in),
-            ("attn_out", attn_out),
-            ("ffn_in", ffn_in),
-            ("ffn_out", ffn_out),
-        ):
+        for name, value in (("attn_in", attn_in), ("attn_out", attn_out), ("ffn_in", ffn_in)):
             probe(name, value)
-        probe("h", inputs["hidden_states"])
-        probe("pre_mix", inputs["pre_mix"])
-        return tuple(inputs[name.removesuffix("_out")] for name in outputs)
+        return streams, ffn_in, ffn_mix
 
     def mix(self, sublayer: str, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """pre, post and comb of one sublayer ("attn" or "ffn"), from the streams before it."""
@@ -91,3 +77,30 @@ class Block(nn.Module):
         for name, value in zip(("pre", "post", "comb"), mixed, strict=True):
             probe(f"hc_{sublayer}_{name}", value)
         return mixed
+
+
+class Block(AttentionHalf):
+    """A whole layer: a pure function of the stage's inputs."""
+
+    def __init__(self, config: ModelConfig, layer: LayerConfig, compute: ComputeConfig) -> None:
+        super().__init__(config, layer, compute)
+        self.ffn = MoE(config, compute)
+
+    def forward(self, inputs: dict[str, Tensor], outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
+        """Run the layer.
+
+        Args:
+            inputs: as for `attend`.
+            outputs: bindings to return; `X_out` is the new `X`.
+
+        Returns:
+            the tensors named by `outputs`.
+        """
+        streams, ffn_in, ffn_mix = self.attend(inputs)
+        ffn_out = self.ffn(ffn_in, inputs.get("image_mask"), inputs)
+        inputs["hidden_states"] = expand(ffn_out, streams, ffn_mix[1], ffn_mix[2])
+        inputs["pre_mix"] = ffn_mix[0]
+        probe("ffn_out", ffn_out)
+        probe("h", inputs["hidden_states"])
+        probe("pre_mix", inputs["pre_mix"])
+        return tuple(inputs[name.removesuffix("_out")] for name in outputs)

@@ -55,6 +55,11 @@ class Gate(nn.Module):
         return torch.softmax(logits, dim=-1)
 
 
+def routing_of(config: ModelConfig) -> tuple[int, int, float]:
+    """n_activated_experts, norm_topk_prob and route_scale, as the ops take them."""
+    return config.n_activated_experts, int(config.norm_topk_prob), config.route_scale
+
+
 class SharedExpert(nn.Module):
     """The expert every token uses, with weight one and the same clamps."""
 
@@ -95,11 +100,7 @@ class MoE(nn.Module):
         rows = ffn_in.reshape(-1, ffn_in.shape[-1])
         mask = None if image_mask is None else image_mask.reshape(-1)
         scores, selection_bias = self.gate(rows, mask)
-        routing = (
-            self.config.n_activated_experts,
-            int(self.config.norm_topk_prob),
-            self.config.route_scale,
-        )
+        routing = routing_of(self.config)
         if is_probing():
             chosen, weights = reference.choose_experts(scores, selection_bias, *routing)
             probe("gate_idx", chosen.reshape(*ffn_in.shape[:2], -1))

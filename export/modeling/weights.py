@@ -23,7 +23,7 @@ TILE = 32
 """Side of the square tile that shares one E8M0 scale in an FP8 matrix."""
 
 
-CHUNK_ELEMENTS = 1 << 22
+CHUNK_ELEMENTS = 1 << 20
 """Values dequantised at a time; bounds the memory of an export."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, pairwise
 
@@ -15,6 +15,7 @@ from engram_trt.export.planning.session_bytes import session_bytes
 from engram_trt.export.planning.stage_bytes import StageBytes
 from engram_trt.export.planning.workspaces import indexer_workspace, intermediate_bytes
 from engram_trt.runtime.engram.opening import AUTO_RESIDENT_BYTES
+from engram_trt.runtime.experts.parcels import expert_shares
 from engram_trt.runtime.placement import pieces_of, place
 
 PHASES = ("load", "prefill", "decode")
@@ -56,10 +57,11 @@ def spread_stages(
     if deployment.stages and len(deployment.devices) == num_devices:
         placed = place([stage.spec for stage in stages], config, deployment, {})
         groups = {part.device: tuple(by_name[spec.name] for spec in part.stages) for part in placed}
-        return tuple(
+        devices = tuple(
             DevicePlan(name=name, stages=own, phases=device_phases(own, config, deployment, gpu=gpu))
             for name, own in groups.items()
         )
+        return _with_experts_spread(devices, config, deployment)
     pieces = [tuple(by_name[spec.name] for spec in piece) for piece in pieces_of([s.spec for s in stages], config)]
     count = min(num_devices, len(pieces))
 
@@ -77,10 +79,33 @@ def spread_stages(
         (0, *cuts, len(pieces)) for cuts in combinations(range(1, len(pieces)), count - 1)
     ]
     best = min((fullest(edges), edges) for edges in options)[1]
-    return tuple(
+    devices = tuple(
         DevicePlan(name=f"cuda:{number}" if gpu else "cpu", stages=group(*edge), phases=phases(*edge))
         for number, edge in enumerate(pairwise(best))
     )
+    return _with_experts_spread(devices, config, deployment)
+
+
+def _with_experts_spread(
+    devices: tuple[DevicePlan, ...], config: ModelConfig, deployment: DeploymentConfig
+) -> tuple[DevicePlan, ...]:
+    """The same devices with the experts where the deployment spreads them, if these are its devices."""
+    if not deployment.spreads_experts or tuple(device.name for device in devices) != deployment.devices:
+        return devices
+    everything = sum(stage.expert_bytes for device in devices for stage in device.stages)
+    shares = expert_shares(config.n_routed_experts, len(deployment.experts))
+    held = {
+        name: everything * len(share) // config.n_routed_experts
+        for name, share in zip(deployment.experts, shares, strict=True)
+    }
+    return tuple(replace(device, phases=_with_experts(device.phases, held.get(device.name, 0))) for device in devices)
+
+
+def _with_experts(phases: Mapping[str, Mapping[str, int]], num_bytes: int) -> dict[str, dict[str, int]]:
+    return {
+        name: {**parts, "experts": num_bytes, "total": parts["total"] - parts["experts"] + num_bytes}
+        for name, parts in phases.items()
+    }
 
 
 def device_phases(

@@ -12,6 +12,7 @@ from engram_trt.configs.tensors import ITEM_BYTES
 from engram_trt.export.planning.ceilings import Ceilings
 from engram_trt.export.planning.stage_bytes import StageBytes
 from engram_trt.export.stages.interfaces import EMBEDDING, HEAD
+from engram_trt.export.stages.split_block import has_attention
 
 MICROSECONDS = 1_000_000
 
@@ -71,15 +72,15 @@ def stage_work(stage: StageBytes, config: ModelConfig, dtype: str, step: StepSha
     work = StepWork(read_bytes=stage.dense_bytes, operations=2 * rows * matrices)
     if stage.spec.layer_id is None:
         return work
-    return work + _expert_work(stage, config, rows) + _attention_work(stage, config, dtype, step)
+    if stage.expert_bytes:
+        work += _expert_work(stage, config, rows)
+    return work + _attention_work(stage, config, dtype, step) if has_attention(stage.spec) else work
 
 
 def _expert_work(stage: StageBytes, config: ModelConfig, rows: int) -> StepWork:
     share = distinct_experts(config, rows) / config.n_routed_experts
-    table_row = config.engram_head_dim + config.engram_head_dim // SCALE_BLOCK
-    engram = rows * config.engram_columns * table_row if stage.table_bytes else 0
     operations = 2 * rows * config.n_activated_experts * 3 * config.dim * config.moe_inter_dim
-    return StepWork(read_bytes=round(stage.expert_bytes * share) + engram, operations=operations)
+    return StepWork(read_bytes=round(stage.expert_bytes * share), operations=operations)
 
 
 def _attention_work(stage: StageBytes, config: ModelConfig, dtype: str, step: StepShape) -> StepWork:
@@ -88,6 +89,9 @@ def _attention_work(stage: StageBytes, config: ModelConfig, dtype: str, step: St
     attended = min(config.window_size, step.context) + min(config.index_topk, entries)
     reads = step.rows * attended * config.head_dim * item
     operations = 4 * step.rows * attended * config.n_heads * config.head_dim
+    if stage.table_bytes:
+        table_row = config.engram_head_dim + config.engram_head_dim // SCALE_BLOCK
+        reads += step.rows * config.engram_columns * table_row
     if layer.is_index_source:
         # Keys are read once for all tokens of a sequence; every token is held against all it can see.
         reads += step.batch * entries * config.index_head_dim * item

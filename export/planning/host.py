@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from engram_trt.configs.deployment import DeploymentConfig
 from engram_trt.configs.model import ModelConfig
+from engram_trt.configs.tensors import EXPERTS
 from engram_trt.export.planning.devices import DevicePlan, residency_of, staging_bytes
 from engram_trt.export.planning.stage_bytes import StageBytes
 
@@ -74,14 +75,14 @@ def run_needs(
         ),
         "engram_staging": len(fetched) * staging_bytes(config, deployment),
         # The copy that stacks experts is made one tensor ahead of the one being handed over.
-        "expert_upload": 2 * max(map(largest_expert_tensor, stages), default=0) if gpu else 0,
+        "expert_upload": 2 * max((largest_expert_tensor(stage, config) for stage in stages), default=0) if gpu else 0,
     }
     if not gpu:
         parts["stages"] = devices[0].peak_bytes
     return {**parts, "total": sum(parts.values())}
 
 
-def largest_expert_tensor(stage: StageBytes) -> int:
+def largest_expert_tensor(stage: StageBytes, config: ModelConfig) -> int:
     """Bytes of the largest stacked tensor of a stage's experts."""
-    known = {"table_rows": 0}
+    known = {"table_rows": 0, EXPERTS: config.n_routed_experts}
     return max((t.num_bytes(known) for t in stage.spec.inputs if t.role == "resident"), default=0)

@@ -227,7 +227,7 @@ class Plan:
                 "exchanged_bytes_per_token": exchanged,
                 "exchanged_bytes_per_prefill_step": exchanged * rows,
                 "exchanges_per_token": blocks,
-                "supported": False,
+                "supported": True,
             },
         }
 
@@ -240,6 +240,7 @@ def _specs(request: PlanRequest) -> tuple[StageSpec, ...]:
         deployment.dtype,
         packed_experts=True,
         dspark_taps=deployment.dspark_taps,
+        split_experts=bool(deployment.experts),
         layers=facts.layers,
     )
 

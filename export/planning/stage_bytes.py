@@ -12,6 +12,7 @@ from engram_trt.configs.safetensors_header import ITEM_BYTES as STORED_BYTES
 from engram_trt.configs.tensors import ITEM_BYTES, StageSpec
 from engram_trt.export.passes.data_layout import data_file_bytes
 from engram_trt.export.stages.interfaces import EMBEDDING, ENGRAM_HASH, HEAD, computed_names
+from engram_trt.export.stages.split_block import holds
 
 _STAGE_DTYPE_ENDINGS = (
     "embed.weight",
@@ -164,7 +165,8 @@ def chain_bytes(specs: tuple[StageSpec, ...], config: ModelConfig, dtype: str) -
             if spec.layer_id is None:
                 own = {name: others[name] for name in _GLOBAL_WEIGHTS.get(spec.name, ())}
             else:
-                own = layer_tensors(config, spec.layer_id)
+                tensors = layer_tensors(config, spec.layer_id)
+                own = {name: tensor for name, tensor in tensors.items() if holds(spec, name)}
             known[key] = stage_bytes(spec, config, dtype, own)
         found.append(replace(known[key], spec=spec))
     return tuple(found)

@@ -7,7 +7,8 @@ from functools import cache
 
 from engram_trt.configs.layers import LayerConfig
 from engram_trt.configs.model import ModelConfig
-from engram_trt.configs.tensors import ITEM_BYTES, StageSpec
+from engram_trt.configs.tensors import EXPERTS, ITEM_BYTES, StageSpec
+from engram_trt.export.stages.split_block import EXPERT_SUM, has_attention
 from engram_trt.plugins.indexer.spec import CANDIDATE_SOURCE, CANDIDATE_USER, PLAIN, SPEC
 from engram_trt.plugins.indexer.trt_plugin import PLUGIN as INDEXER
 from engram_trt.plugins.kernels.plan import TensorInfo
@@ -33,7 +34,7 @@ def indexer_workspace(stage: StageSpec, config: ModelConfig, dtype: str, sizes: 
         gpu: which of the two.
     """
     layer = None if stage.layer_id is None else config.layer(stage.layer_id)
-    if layer is None or not layer.is_index_source:
+    if layer is None or not layer.is_index_source or not has_attention(stage):
         return 0
     batch, tokens = sizes["batch"], sizes["tokens"]
     heads, width = config.index_n_heads, config.index_head_dim
@@ -86,10 +87,12 @@ def intermediate_bytes(stage: StageSpec, config: ModelConfig, dtype: str, rows: 
         config, dtype: the model, and the stages' dtype.
         rows: tokens of the step, over all sequences.
     """
-    if stage.layer_id is None:
+    if stage.layer_id is None or stage.kind == EXPERT_SUM:
         return 0
     item = ITEM_BYTES[dtype]
     attention = 2 * config.n_heads * config.head_dim * item
     streams = config.hc_mult * config.dim * (item + FLOAT_BYTES)
     experts = config.n_activated_experts * (config.dim + 2 * config.moe_inter_dim) * FLOAT_BYTES
+    if stage.kind == EXPERTS:
+        return rows * experts
     return rows * (max(attention, experts) + streams)

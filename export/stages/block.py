@@ -43,7 +43,7 @@ from engram_trt.plugins.moe_experts.spec import GROUP as EXPERT_GROUP
 TOKEN = ("batch", "tokens")
 
 
-class _Builder:
+class BlockBuilder:
     """Collects a block's bindings; keeps the layer's id and the stage dtype at hand."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, dtype: str) -> None:
@@ -64,9 +64,14 @@ class _Builder:
         alias = source.name if source.role == "state" else None
         self.outputs.append(replace(source, name=f"{source.name}_out", tensor=source.tensor, alias=alias))
 
-    def publish(self, name: str, shape: Shape, dtype: str) -> None:
+    def publish(self, name: str, shape: Shape, dtype: str, owner: int | None = None) -> None:
         """Add an output that other stages read under its own name."""
-        self.outputs.append(TensorSpec(name=name, dtype=dtype, shape=shape, role="activation"))
+        self.outputs.append(TensorSpec(name=name, dtype=dtype, shape=shape, role="activation", owner=owner))
+
+    def stage(self, name: str, kind: str) -> StageSpec:
+        """A stage with what was added."""
+        inputs, outputs = tuple(self.inputs), tuple(self.outputs)
+        return StageSpec(name=name, kind=kind, layer_id=self.layer.layer_id, inputs=inputs, outputs=outputs)
 
 
 def block_name(layer_id: int) -> str:
@@ -86,27 +91,45 @@ def block_spec(
         packed_experts: routed experts are FP4 codes with scales, rather than floats.
         dspark_taps: DSpark target layers put out their input's mean.
     """
-    build = _Builder(config, layer, dtype)
+    build = BlockBuilder(config, layer, dtype)
+    add_attention_half(build)
+    add_experts(build, config.n_routed_experts, packed=packed_experts)
+    add_tap(build, dspark_taps=dspark_taps)
+    return build.stage(block_name(layer.layer_id), block_kind(layer, dspark_taps=dspark_taps))
+
+
+def block_kind(layer: LayerConfig, *, dspark_taps: bool) -> str:
+    """Kind of a layer's stage."""
+    return layer.kind if dspark_taps else layer.kind.removesuffix("_tap")
+
+
+def add_attention_half(build: BlockBuilder) -> None:
+    """Everything but the experts and the tap."""
     _streams_and_step(build)
     _engram(build)
     _attention(build)
-    _experts(build, packed_experts)
-    if layer.is_dspark_target and dspark_taps:
-        tap = TensorSpec(
-            name="dspark_tap", dtype=dtype, shape=(*TOKEN, config.dim), role="activation", owner=layer.layer_id
-        )
-        build.outputs.append(tap)
-    kind = layer.kind if dspark_taps else layer.kind.removesuffix("_tap")
-    return StageSpec(
-        name=block_name(layer.layer_id),
-        kind=kind,
-        layer_id=layer.layer_id,
-        inputs=tuple(build.inputs),
-        outputs=tuple(build.outputs),
-    )
 
 
-def _streams_and_step(build: _Builder) -> None:
+def add_tap(build: BlockBuilder, *, dspark_taps: bool) -> None:
+    """The output of a DSpark target layer."""
+    if build.layer.is_dspark_target and dspark_taps:
+        build.publish("dspark_tap", (*TOKEN, build.config.dim), build.dtype, owner=build.layer.layer_id)
+
+
+def add_experts(build: BlockBuilder, num_experts: int | str, *, packed: bool) -> None:
+    """The routed experts; `num_experts` of them, or a symbol."""
+    config, owner = build.config, build.layer.layer_id
+    dim, inter = config.dim, config.moe_inter_dim
+    for name, (rows, columns) in {"w1": (inter, dim), "w2": (dim, inter), "w3": (inter, dim)}.items():
+        stored = columns // 2 if packed else columns
+        dtype = "int8" if packed else build.dtype
+        build.take(f"experts_{name}", (num_experts, rows, stored), "resident", dtype, owner)
+        if packed:
+            scales = (num_experts, rows, columns // EXPERT_GROUP)
+            build.take(f"experts_{name}_scale", scales, "resident", "int8", owner)
+
+
+def _streams_and_step(build: BlockBuilder) -> None:
     config = build.config
     streams = build.take("hidden_states", (*TOKEN, config.hc_mult, config.dim), "activation")
     pre_mix = build.take("pre_mix", (*TOKEN, config.hc_mult), "activation", "float32")
@@ -122,7 +145,7 @@ def _streams_and_step(build: _Builder) -> None:
         build.take(f"{family}_rotary_{part}", (*TOKEN, config.rope_head_dim), "activation", "float32")
 
 
-def _engram(build: _Builder) -> None:
+def _engram(build: BlockBuilder) -> None:
     if not build.layer.has_engram:
         return
     config, owner = build.config, build.layer.layer_id
@@ -132,7 +155,7 @@ def _engram(build: _Builder) -> None:
     build.take("engram_scales", ("table_rows", width // ENGRAM_GROUP), "resident", "int8", owner)
 
 
-def _attention(build: _Builder) -> None:
+def _attention(build: BlockBuilder) -> None:
     config, layer = build.config, build.layer
     owner, ratio = layer.layer_id, layer.compress_ratio
     build.give(build.take("window_kv", ("batch", "window_ring", config.head_dim), "state", owner=owner))
@@ -161,15 +184,3 @@ def _attention(build: _Builder) -> None:
     build.publish("topk_indices", lists, "int32")
     if layer.is_candidate_source:
         build.publish("candidate_blocks", blocks, "int32")
-
-
-def _experts(build: _Builder, packed: bool) -> None:
-    config, owner = build.config, build.layer.layer_id
-    experts, dim, inter = config.n_routed_experts, config.dim, config.moe_inter_dim
-    for name, (rows, columns) in {"w1": (inter, dim), "w2": (dim, inter), "w3": (inter, dim)}.items():
-        stored = columns // 2 if packed else columns
-        dtype = "int8" if packed else build.dtype
-        build.take(f"experts_{name}", (experts, rows, stored), "resident", dtype, owner)
-        if packed:
-            scales = (experts, rows, columns // EXPERT_GROUP)
-            build.take(f"experts_{name}_scale", scales, "resident", "int8", owner)

@@ -7,17 +7,20 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from engram_trt.configs.layers import LayerConfig
 from engram_trt.configs.model import ModelConfig
-from engram_trt.configs.tensors import StageSpec
+from engram_trt.configs.tensors import EXPERTS, StageSpec
 from engram_trt.export.modeling.block import Block
 from engram_trt.export.modeling.compute import ComputeConfig
 from engram_trt.export.modeling.rotary import inverse_frequencies
+from engram_trt.export.modeling.split_block import ChoiceHalf, RoutedExperts, SumHalf
 from engram_trt.export.modeling.weights import WeightSource, load_parameters
 from engram_trt.export.stages.embedding import EmbeddingStage
 from engram_trt.export.stages.engram_hash import EngramHashStage
 from engram_trt.export.stages.head import HeadStage
 from engram_trt.export.stages.interfaces import EMBEDDING, ENGRAM_HASH, chain_specs, computed_names
 from engram_trt.export.stages.rotary_families import rotary_families
+from engram_trt.export.stages.split_block import EXPERT_SUM, chooses_experts
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -28,11 +31,19 @@ def stage_specs(
     *,
     packed_experts: bool,
     dspark_taps: bool,
+    split_experts: bool = False,
     layers: Iterable[int] | None = None,
 ) -> tuple[StageSpec, ...]:
     """`chain_specs` in the stage dtype of `compute`."""
     dtype = DTYPE_NAMES[compute.dtype]
-    return chain_specs(config, dtype, packed_experts=packed_experts, dspark_taps=dspark_taps, layers=layers)
+    return chain_specs(
+        config,
+        dtype,
+        packed_experts=packed_experts,
+        dspark_taps=dspark_taps,
+        split_experts=split_experts,
+        layers=layers,
+    )
 
 
 def stage_module(
@@ -46,10 +57,18 @@ def stage_module(
         token_map: [vocab_size] int64 for `engram_hash`.
     """
     if spec.layer_id is not None:
-        return Block(config, config.layer(spec.layer_id), compute)
+        return _layer_module(spec, config, config.layer(spec.layer_id), compute)
     if spec.name == ENGRAM_HASH:
         return EngramHashStage(config, token_map)
     return EmbeddingStage(config, compute) if spec.name == EMBEDDING else HeadStage(config, compute)
+
+
+def _layer_module(spec: StageSpec, config: ModelConfig, layer: LayerConfig, compute: ComputeConfig) -> nn.Module:
+    if spec.kind == EXPERTS:
+        return RoutedExperts(config, compute)
+    if spec.kind == EXPERT_SUM:
+        return SumHalf(config, compute)
+    return ChoiceHalf(config, layer, compute) if chooses_experts(spec) else Block(config, layer, compute)
 
 
 def computed_weights(spec: StageSpec, config: ModelConfig, token_map: Tensor | None) -> dict[str, Tensor]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from engram_trt.configs.layers import LayerConfig
 from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.tensors import StageSpec, TensorSpec
 from engram_trt.export.stages.block import block_spec
 from engram_trt.export.stages.rotary_families import rotary_families
+from engram_trt.export.stages.split_block import has_attention, split_block_specs
 
 ENGRAM_HASH, EMBEDDING, HEAD = "engram_hash", "embedding", "head"
 
@@ -21,6 +23,7 @@ def chain_specs(
     *,
     packed_experts: bool,
     dspark_taps: bool,
+    split_experts: bool = False,
     layers: Iterable[int] | None = None,
 ) -> tuple[StageSpec, ...]:
     """Specs of the whole chain, or of some layers only.
@@ -30,19 +33,31 @@ def chain_specs(
         dtype: of the stages, "float32" or "bfloat16".
         packed_experts: routed experts stay FP4 codes.
         dspark_taps: DSpark target layers put out their tap.
+        split_experts: a layer's routed experts are a stage of their own.
         layers: layer ids to include without hash, embedding and head; None for everything.
 
     Returns:
-        `engram_hash` (if the model has Engram), `embedding`, the blocks, `head`.
+        `engram_hash` (if the model has Engram), `embedding`, the blocks, `head`. See `stages/block.py` and
+        `stages/split_block.py` for the blocks.
     """
+    specs_of = split_block_specs if split_experts else _block_specs
     blocks = tuple(
-        block_spec(config, config.layer(layer_id), dtype, packed_experts=packed_experts, dspark_taps=dspark_taps)
+        spec
         for layer_id in (range(config.n_layers) if layers is None else layers)
+        for spec in specs_of(
+            config, config.layer(layer_id), dtype, packed_experts=packed_experts, dspark_taps=dspark_taps
+        )
     )
     if layers is not None:
         return blocks
     first = (engram_hash_spec(config),) if config.has_engram else ()
     return (*first, embedding_spec(config, dtype), *blocks, head_spec(config, dtype))
+
+
+def _block_specs(
+    config: ModelConfig, layer: LayerConfig, dtype: str, *, packed_experts: bool, dspark_taps: bool
+) -> tuple[StageSpec, ...]:
+    return (block_spec(config, layer, dtype, packed_experts=packed_experts, dspark_taps=dspark_taps),)
 
 
 def engram_hash_spec(config: ModelConfig) -> StageSpec:
@@ -150,6 +165,6 @@ def computed_names(spec: StageSpec, config: ModelConfig) -> tuple[str, ...]:
         return ("token_map", "multipliers", "primes", "offsets")
     if spec.name == EMBEDDING:
         return tuple(f"{family}_frequencies" for family in rotary_families(config))
-    if spec.layer_id is not None and config.layer(spec.layer_id).is_kv_source:
+    if spec.layer_id is not None and has_attention(spec) and config.layer(spec.layer_id).is_kv_source:
         return ("attn.entry_frequencies",) if config.layer(spec.layer_id).compress_ratio > 1 else ()
     return ()

@@ -6,13 +6,16 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from engram_trt.configs.errors import BackendError, ClusterError, PeerError, UserError
+from engram_trt.runtime.distributed.expert_lane import AllToAll
 from engram_trt.runtime.distributed.mail import Transport
 from engram_trt.runtime.distributed.ranks import Rank
 from engram_trt.runtime.distributed.watch import GRACE_SECONDS, Watch
@@ -114,6 +117,14 @@ class Cluster:
         following = (rank.number + 1) % rank.world_size
         return TorchTransport(self._torch, following, (rank.number - 1) % rank.world_size, self.watch)
 
+    def lane(self, members: tuple[int, ...]) -> AllToAll | None:
+        """Connect some ranks for all-to-all; None where this rank is not among them. All ranks call it alike."""
+        with self._knowing_why():
+            group = self._torch.distributed.new_group(
+                list(members), backend="gloo", timeout=timedelta(seconds=WAIT_SECONDS)
+            )
+        return TorchAllToAll(self._torch, group, members, self.watch) if self.rank.number in members else None
+
     # --- the end ------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Cluster:
@@ -210,6 +221,35 @@ class TorchTransport(Transport):
 
     def receive(self, target: Integers | Bytes) -> None:
         self._torch.distributed.recv(self._torch.from_numpy(target), self._before)
+
+
+class TorchAllToAll(AllToAll):
+    """All-to-all of a process group, on host memory.
+
+    Args:
+        module: torch.
+        group: the process group.
+        members: its ranks.
+        watch: knows why a connection broke.
+    """
+
+    def __init__(self, module: Any, group: Any, members: tuple[int, ...], watch: Watch) -> None:
+        self._torch, self._group, self.members, self._watch = module, group, members, watch
+
+    def exchange(self, parts: Sequence[Bytes], sizes: Sequence[int]) -> list[Bytes]:
+        sent = np.concatenate(parts)
+        received = np.empty(sum(sizes), dtype=np.uint8)
+        try:
+            self._torch.distributed.all_to_all_single(
+                self._torch.from_numpy(received),
+                self._torch.from_numpy(sent),
+                list(sizes),
+                [part.size for part in parts],
+                group=self._group,
+            )
+        except RuntimeError as error:
+            self._watch.raise_broken(error)
+        return np.split(received, np.cumsum(sizes[:-1]))
 
 
 def _exit_code(error: BaseException) -> int:

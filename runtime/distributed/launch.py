@@ -11,6 +11,7 @@ from pathlib import Path
 
 from engram_trt.configs.deployment import DeploymentConfig
 from engram_trt.configs.errors import DeploymentError, PeerError, UserError
+from engram_trt.configs.limits import symbol_limits
 from engram_trt.runtime.artifact import Artifact, open_backend
 from engram_trt.runtime.bench_pipeline import Recorder
 from engram_trt.runtime.device_threads import core_of, require_core
@@ -18,6 +19,7 @@ from engram_trt.runtime.distributed.agreement import facts_of, refusal
 from engram_trt.runtime.distributed.chain import Ring, RingChain
 from engram_trt.runtime.distributed.cluster import Cluster
 from engram_trt.runtime.distributed.mail import Transport
+from engram_trt.runtime.distributed.rank_experts import RankExperts
 from engram_trt.runtime.distributed.ranks import Rank
 from engram_trt.runtime.distributed.routes import Routes
 from engram_trt.runtime.distributed.watch import LIMIT_SECONDS
@@ -109,19 +111,26 @@ def run_ranked(rank: Rank, request: LaunchRequest, body: Body) -> int:
 def _run_joined(cluster: Cluster, request: LaunchRequest, body: Body) -> int:
     artifact, deployment, placed, pins = _agree(cluster, request)
     rank = cluster.rank
-    with _load(rank, artifact, deployment, placed, request.backend, pins=pins) as engine:
+    engine, experts = _load(rank, artifact, deployment, placed, request.backend, pins=pins)
+    with engine:
         transport, routes = cluster.transport(), Routes(placed)
+        if experts is not None:
+            experts.connect(cluster.lane, _suspecting(cluster))
         cluster.post(f"ready/{rank.number}", "")
         cluster.notes("ready")
         cluster.watch.limit_seconds = LIMIT_SECONDS
         if rank.number:
             _serve(cluster, engine, routes, transport)
+            if experts is not None:
+                experts.end()
             return 0
         ring = Ring(routes, tuple(sorted(engine.symbol_limits)), transport, _suspecting(cluster))
         cluster.watch.on_failure(ring.fail)
         whole = replace(engine, open_chain=lambda own, sizes: RingChain(own, sizes, ring))
         code = body(artifact, whole, RingRecorder(ring, cluster, engine.timeline))
         ring.end()
+        if experts is not None:
+            experts.end()
         return code
 
 
@@ -194,7 +203,8 @@ def deployment_for(
     if len(exported.devices) == world_size:
         return exported, True
     kind = "cuda" if request.backend.startswith("tensorrt") else "cpu"
-    return replace(exported, devices=tuple(f"{kind}:{number}" for number in range(world_size)), stages=()), False
+    devices = tuple(f"{kind}:{number}" for number in range(world_size))
+    return replace(exported, devices=devices, stages=(), experts=devices if exported.experts else ()), False
 
 
 def _load(
@@ -205,18 +215,25 @@ def _load(
     backend: str,
     *,
     pins: bool,
-) -> Engine:
-    """This rank's stages. Over several hosts, a device is numbered on its own host."""
+) -> tuple[Engine, RankExperts | None]:
+    """This rank's stages and experts. Over several hosts, a device is numbered on its own host."""
     own = placed[rank.number]
     device = own.device if rank.is_one_host else f"{own.device.partition(':')[0]}:{rank.local_number}"
     is_core = core_of(device) is not None
     if pins and is_core:
         # This thread runs the stages, and those it starts from now on inherit its core.
         os.sched_setaffinity(0, {require_core(device)})
-    opened = open_backend(backend, artifact, None if is_core and not pins else device)
+    shared = artifact.with_share(own.device, deployment) if deployment.spreads_experts else artifact
+    opened = open_backend(backend, shared, None if is_core and not pins else device)
     if isinstance(opened, OnnxRuntimeBackend) and not pins:
         opened.num_threads = max(1, len(os.sched_getaffinity(0)) // rank.local_world_size)
     layers = {stage.layer_id for stage in own.stages if stage.layer_id is not None}
     store = artifact.engram_store(opened, deployment.engram, layers)
     here = replace(own, device="cpu" if is_core else device)
-    return Engine.load_placed(artifact.config, deployment, (here,), {here.device: opened}, store)
+    experts = None
+    if deployment.spreads_experts:
+        limits, all_placed = symbol_limits(artifact.config, deployment.limits), list(placed)
+        all_placed[rank.number] = here
+        experts = RankExperts(deployment, all_placed, artifact.config.n_routed_experts, limits, rank.number, opened)
+    groups = None if experts is None else {here.device: experts.group}
+    return Engine.load_placed(artifact.config, deployment, (here,), {here.device: opened}, store, groups), experts

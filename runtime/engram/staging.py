@@ -54,8 +54,8 @@ class EngramStaging:
         self._staged: dict[int, _Staged] = {}
         self._pending: dict[int, Future[Fetched]] = {}
         for stage, backend in placed:
-            layer_id = stage.layer_id
-            if layer_id in store.fetched_layers and layer_id is not None:
+            layer_id = _reading_layer(stage)
+            if layer_id is not None and layer_id in store.fetched_layers:
                 num_ids = int(np.prod(stage.input(IDS).resolve(limits)))
                 self._staged[layer_id] = _allocate(store, layer_id, backend, num_ids)
 
@@ -67,9 +67,10 @@ class EngramStaging:
 
     def views(self, stage: StageSpec, sizes: Mapping[str, int]) -> dict[str, View]:
         """Binding name -> view of the inputs of a stage that come from here; empty for most stages."""
-        staged = self._staged.get(-1 if stage.layer_id is None else stage.layer_id)
-        if staged is None:
+        layer_id = _reading_layer(stage)
+        if layer_id is None or layer_id not in self._staged:
             return {}
+        staged = self._staged[layer_id]
         ids = staged.ids_buffer.view(stage.input(IDS).resolve(sizes))
         num_rows = int(np.prod(ids.shape))
         return {
@@ -106,7 +107,7 @@ class EngramStaging:
 
     def wait_run(self, stage: StageSpec, views: Mapping[str, View]) -> Run | None:
         """What to run before a stage that reads rows: wait for them and hand them over. None for others."""
-        layer_id = stage.layer_id
+        layer_id = _reading_layer(stage)
         if layer_id is None or layer_id not in self._staged:
             return None
         staged, ids_view = self._staged[layer_id], views[IDS]
@@ -129,6 +130,11 @@ class EngramStaging:
         if self._pending:
             wait_for_all(self._pending.values())
             self._pending.clear()
+
+
+def _reading_layer(stage: StageSpec) -> int | None:
+    """The Engram layer whose rows a stage reads; None for other stages, those of an Engram layer among them."""
+    return next((spec.owner for spec in stage.inputs if spec.tensor == IDS), None)
 
 
 def _allocate(store: EngramStore, layer_id: int, backend: Backend, num_ids: int) -> _Staged:

@@ -98,7 +98,7 @@ def real_feeds(engine: Engine, prompts: PromptSet, stages: frozenset[str]) -> It
             }
             if call.spec.name in stages:
                 feed = call.feed()
-                if call.spec.layer_id in ids:
+                if "engram_ids" in call.spec.input_names:
                     feed["engram_ids"] = ids[call.spec.layer_id]
                 yield Feed(stage=call.spec.name, step=number, inputs=feed)
         step.commit()

@@ -27,6 +27,9 @@ from engram_trt.runtime.stage_runners.contract import Array
 SCORES_OF = {"topk_indices": "index_scores", "candidate_blocks": "block_scores"}
 """Published list -> the probe with the scores it was chosen by."""
 
+GATE = "ffn.gate"
+"""Module that scores the experts, in a layer's stage that chooses them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
@@ -102,10 +105,10 @@ class Explainer:
                 the checkpoint's.
         """
         runner = self._runners[stage.name]
-        if not isinstance(runner, TorchStageRunner) or stage.layer_id is None:
+        if not isinstance(runner, TorchStageRunner) or not _has_gate(runner.module):
             return Choices(scores={}, experts_per_token=self._experts)
         gates: list[tuple[Tensor, Tensor]] = []
-        hook = runner.module.get_submodule("ffn.gate").register_forward_hook(
+        hook = runner.module.get_submodule(GATE).register_forward_hook(
             lambda _module, _inputs, output: gates.append(output)
         )
         try:
@@ -137,6 +140,10 @@ class Explainer:
                 floats = spec.dtype == "bfloat16"
                 tensors[spec.name] = values.to(torch.bfloat16) if floats else values
         return tensors
+
+
+def _has_gate(module: nn.Module) -> bool:
+    return any(name == GATE for name, _ in module.named_modules())
 
 
 def inputs_for_eager(feed: Mapping[str, Array], engram_ids: Array | None) -> dict[str, Array]:

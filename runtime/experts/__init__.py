@@ -1,0 +1,1 @@
+"""Routed experts of one layer on several devices."""

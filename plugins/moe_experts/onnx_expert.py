@@ -9,6 +9,9 @@ group before odd ones, which leaves every product and every group's rounding, an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import onnx
 from onnx import TensorProto, helper, numpy_helper, parser
 
@@ -103,15 +106,33 @@ _LOOP = """
 {before}
     num_used = Size (used)
 {order_in}
-    {result} = Loop (num_used, go_on, zeros) <body = per_expert
-        (int64 iteration, bool go_on_in, {state} {carried}_in) => (bool go_on_out, {state} {carried}_out)
+    {results} = Loop (num_used, go_on, {starts}) <body = per_expert
+        (int64 iteration, bool go_on_in, {taken}) => (bool go_on_out, {given})
         {{ {body} }}
     >
+{after}
 """
 
 
+@dataclass(frozen=True, slots=True)
+class LoopState:
+    """A value that goes from one expert to the next.
+
+    Args:
+        name: the turn of an expert reads `<name>_in` and gives `<name>_out`.
+        type: type and extents, e.g. "float[rows, dim]".
+        start: value before the first expert.
+        result: name of the value behind the last one.
+    """
+
+    name: str
+    type: str
+    start: str
+    result: str
+
+
 def expert_loop(
-    variant: NodeVariant, overload: str, *, before: str, keep: str, state: str, carried: str
+    variant: NodeVariant, overload: str, *, before: str, states: Sequence[LoopState], keep: str, after: str = ""
 ) -> onnx.FunctionProto:
     """The function body of an op with experts.
 
@@ -120,12 +141,11 @@ def expert_loop(
             `swiglu_limit` and `activation_format`, its inputs `ffn_in` and the experts.
         overload: tells functions of one op apart.
         before: nodes ahead of the loop. They may use `last`, `first` and `go_on`, and must give `chosen` int64 [rows,
-            activated] and `routing` float32 likewise, `used` (the distinct ids, ascending) and `zeros`, the loop's
-            state at its start.
-        keep: nodes that put the outputs of one expert, `output_T`, into the state; `rows` [pairs] and `pairs`
+            activated] and `routing` float32 likewise, `used` (the distinct ids, ascending), and the states' starts.
+        states: of the loop.
+        keep: nodes that put the outputs of one expert, `output_T`, into the states; `rows` [pairs] and `pairs`
             [pairs, 2] (row, slot) tell whose they are.
-        state: type of the state, e.g. "float[rows, dim]".
-        carried: name of the state: `keep` reads `<carried>_in` and gives `<carried>_out`.
+        after: nodes behind the loop.
     """
     limit, packed = float(variant.attributes["swiglu_limit"]), is_packed(variant)
     weight, order = (_PACKED_WEIGHT, _EVEN_THEN_ODD) if packed else (_FLOAT_WEIGHT, _AS_STORED)
@@ -137,12 +157,18 @@ def expert_loop(
         T=data_type(variant),
         keep=keep,
     )
-    result = variant.spec.output_names[0]
     source = _LOOP.format(
-        before=before, order_in=order.format(x="ffn_in"), result=result, state=state, carried=carried, body=body
+        before=before,
+        order_in=order.format(x="ffn_in"),
+        results=", ".join(state.result for state in states),
+        starts=", ".join(state.start for state in states),
+        taken=", ".join(f"{state.type} {state.name}_in" for state in states),
+        given=", ".join(f"{state.type} {state.name}_out" for state in states),
+        body=body,
+        after=after,
     )
     nodes = _parse(source, variant)
-    return function_proto(variant, _constants() + nodes if packed else nodes, [result], overload)
+    return function_proto(variant, _constants() + nodes if packed else nodes, list(variant.spec.output_names), overload)
 
 
 def data_type(variant: NodeVariant) -> int:

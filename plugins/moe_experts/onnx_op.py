@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx
 
-from engram_trt.plugins.moe_experts.onnx_expert import expert_loop
+from engram_trt.plugins.moe_experts.onnx_expert import LoopState, expert_loop
 from engram_trt.plugins.moe_experts.reference import WEIGHT_EPS
 from engram_trt.plugins.onnx_functions import NodeVariant
 
@@ -45,4 +45,5 @@ def function(variant: NodeVariant, overload: str) -> onnx.FunctionProto:
         normalise=_NORMALISE.format(eps=WEIGHT_EPS) if normalised else "    weights = Identity (chosen_scores)\n",
         route_scale=float(attributes["route_scale"]),
     )
-    return expert_loop(variant, overload, before=choice, keep=_ADD, state="float[rows, dim]", carried="sum")
+    total = LoopState("sum", "float[rows, dim]", start="zeros", result="routed_output")
+    return expert_loop(variant, overload, before=choice, states=[total], keep=_ADD)

@@ -45,7 +45,9 @@ def expert_model(
 
     names = [operand.name for operand in variant.inputs]
     plugin = dict(zip(PLUGIN_ATTRIBUTES, ("engram", "1"), strict=True))
-    node = helper.make_node(spec.name, names, list(spec.output_names), domain="engram", **attributes, **plugin)
+    node = helper.make_node(
+        spec.name, names, list(spec.output_names), "experts", domain="engram", **attributes, **plugin
+    )
     inputs, outputs = map(value, variant.inputs), map(value, spec.outputs)
     return helper.make_model(
         helper.make_graph([node], "experts", list(inputs), list(outputs)),

@@ -80,7 +80,7 @@ def _needs_table(rows: Bytes, scales: Bytes) -> bool:
 
 def _by_table(rows: Bytes, scales: Bytes, out: Bfloat16Bits) -> None:
     codes = scales.astype(np.intp)[:, :, None] * 256 + rows.reshape(rows.shape[0], -1, GROUP)
-    out[:] = _products()[codes].reshape(rows.shape)
+    out[:] = products()[codes].reshape(rows.shape)
 
 
 @lru_cache(maxsize=1)
@@ -91,8 +91,8 @@ def _factors() -> npt.NDArray[np.float32]:
 
 
 @lru_cache(maxsize=1)
-def _products() -> Bfloat16Bits:
-    """[65536]: bfloat16 bits for every scale byte and code."""
+def products() -> Bfloat16Bits:
+    """uint16 [65536]: bfloat16 bits for every scale byte (times 256) and code."""
     codes = np.arange(256)
     exponent, mantissa = (codes >> 3) & 15, codes & 7
     magnitude = np.where(

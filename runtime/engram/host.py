@@ -15,19 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from engram_trt.configs.errors import CheckpointError, DeploymentError
+from engram_trt.configs.errors import DeploymentError
 from engram_trt.configs.safetensors_header import TensorEntry
 from engram_trt.runtime.engram.files import Bytes, unreadable
 from engram_trt.runtime.engram.memory import available_memory, numa_nodes, pin, require_memory, unpin
 from engram_trt.runtime.engram.packed import read_header, unpack_blocks
 from engram_trt.runtime.engram.progress import byte_bar
-from engram_trt.runtime.engram.tables import MemoryTable, TableShape
+from engram_trt.runtime.engram.scales import SCALE_NAN, scale_error
+from engram_trt.runtime.engram.tables import SCALES_DTYPE, MemoryTable, TableShape
 
 SHARED_FOLDER = Path("/dev/shm")
 BAR_BYTES = 1 << 30
 """A fill of at least so much shows a progress bar on a terminal."""
 _PART_BYTES = 16 << 20
-_SCALE_NAN = 255
 _COMPLETE = b"complete"
 
 Part = Callable[[], int]
@@ -222,14 +222,9 @@ def _read_piece(entry: TensorEntry, start: int, piece: Bytes) -> int:
     except OSError as cause:
         where = f"{entry.name}, row {(start + done) // width}"
         raise unreadable(entry.shard, where, cause.strerror or str(cause)) from None
-    if entry.dtype == "F8_E8M0" and piece.max(initial=0) == _SCALE_NAN:
-        row, block = divmod(start + int(np.flatnonzero(piece == _SCALE_NAN)[0]), width)
-        raise CheckpointError(
-            f"{entry.shard}: {entry.name}",
-            found=f"scale byte 255 (not a number) in row {row}, block {block}",
-            expected="a power of two, bytes 0..254",
-            remedy="The weights are damaged; fetch the shard again.",
-        )
+    if entry.dtype == SCALES_DTYPE and piece.max(initial=0) == SCALE_NAN:
+        row, block = divmod(start + int(np.flatnonzero(piece == SCALE_NAN)[0]), width)
+        raise scale_error(f"{entry.shard}: {entry.name}", row, block)
     return piece.size
 
 

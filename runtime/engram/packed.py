@@ -27,7 +27,7 @@ import numpy.typing as npt
 from engram_trt.configs.errors import CheckpointError
 from engram_trt.configs.json_file import parse_json_object
 from engram_trt.runtime.engram.files import Bytes, MappedFile, UnreadablePageError, unreadable
-from engram_trt.runtime.engram.tables import Ids, Table, TableShape
+from engram_trt.runtime.engram.tables import Ids, Located, Table, TableShape
 
 FORMAT = "engram-trt packed table"
 VERSION = 1
@@ -197,6 +197,11 @@ class PackedTable(Table):
             part = slice(start, start + _SPLIT_RECORDS)
             records = self._records[offsets[part]].view(np.uint8).reshape(-1, self.shape.record_bytes)
             rows[part], scales[part] = records[:, :width], records[:, width:]
+
+    def locate(self, ids: Ids) -> Located:
+        starts = self._offsets(ids)
+        content = self._file.bytes
+        return Located(rows=content, row_starts=starts, scales=content, scale_starts=starts + self.shape.row_bytes)
 
     def _offsets(self, ids: Ids) -> Ids:
         page = ids // self.header.rows_per_page

@@ -11,15 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from engram_trt.configs.errors import CheckpointError, RequestError
+from engram_trt.configs.errors import RequestError
+from engram_trt.runtime.engram.bfloat16_rows import dequantize_rows
 from engram_trt.runtime.engram.cache import HotRows
-from engram_trt.runtime.engram.dequantize import BLOCK_ROWS, Bfloat16Bits, Dequantizer
+from engram_trt.runtime.engram.compiled import compiled_convert
+from engram_trt.runtime.engram.dequantize import Bfloat16Bits
 from engram_trt.runtime.engram.files import Bytes
+from engram_trt.runtime.engram.scales import check_scales, table_place
 from engram_trt.runtime.engram.tables import Ids, Table, TableShape
 
 SPLIT_ROWS = 2048
 """Rows that are worth another thread."""
-_SCALE_NAN = 255
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +142,7 @@ class EngramStore:
         table.check()
         count = distinct.shape[0]
         hits = self._gather(layer_id, table, distinct, rows[:count], scales[:count])
-        _check_scales(table.shape, distinct, scales[:count])
+        check_scales(table.shape, distinct, scales[:count])
         counters = FetchCounters(
             rows=ids.size,
             distinct_rows=count,
@@ -163,28 +165,20 @@ class EngramStore:
             uint16 [n, row_bytes]: bfloat16 bits.
 
         Raises:
+            ValueError: `out` has another shape or type.
             as `fetch`.
         """
         shape = self.shape(layer_id)
+        ids = np.ascontiguousarray(ids, dtype=np.int64)
         if ids.size:
             self._check_range(shape, np.array([ids.min(), ids.max()]))
         target = np.empty((ids.size, shape.row_bytes), dtype=np.uint16) if out is None else out
+        if target.shape != (ids.size, shape.row_bytes) or target.dtype != np.uint16:
+            raise ValueError(f"out is {target.dtype} {target.shape}, not uint16 {(ids.size, shape.row_bytes)}")
         table = self.tables[layer_id]
         table.check()
-
-        def convert(part: slice) -> None:
-            rows = np.empty((BLOCK_ROWS, shape.row_bytes), dtype=np.uint8)
-            scales = np.empty((BLOCK_ROWS, shape.scale_bytes), dtype=np.uint8)
-            dequantizer = Dequantizer(shape.row_bytes)
-            table.prepare(ids[part])
-            for start in range(part.start, part.stop, BLOCK_ROWS):
-                block = ids[start : min(start + BLOCK_ROWS, part.stop)]
-                count = block.shape[0]
-                table.copy(block, rows[:count], scales[:count])
-                _check_scales(shape, block, scales[:count])
-                dequantizer.convert(rows[:count], scales[:count], target[start : start + count])
-
-        self._in_parts(ids.size, convert)
+        loop = compiled_convert(ids.size) if target.flags.c_contiguous else None
+        self._in_parts(ids.size, lambda part: dequantize_rows(table, ids[part], target[part], loop))
         return target
 
     def report(self) -> dict[str, Any]:
@@ -266,7 +260,7 @@ class EngramStore:
             return
         wrong = int(ascending[0]) if ascending[0] < 0 else int(ascending[-1])
         raise RequestError(
-            f"Engram table of layer {shape.layer_id}",
+            table_place(shape),
             found=f"row id {wrong}",
             expected=f"0..{shape.num_rows - 1}",
             remedy="Hash stage and table do not belong together: export the checkpoint again.",
@@ -282,14 +276,3 @@ def _distinct(ids: Ids) -> tuple[Ids, Ids]:
     positions = np.empty(ids.size, dtype=np.int64)
     positions[order] = np.cumsum(is_new) - 1
     return ascending[is_new], positions
-
-
-def _check_scales(shape: TableShape, ids: Ids, scales: Bytes) -> None:
-    if scales.max(initial=0) == _SCALE_NAN:
-        place, block = divmod(int(np.flatnonzero(scales == _SCALE_NAN)[0]), shape.scale_bytes)
-        raise CheckpointError(
-            f"Engram table of layer {shape.layer_id}",
-            found=f"scale byte 255 (not a number) in row {int(ids[place])}, block {block}",
-            expected="a power of two, bytes 0..254",
-            remedy="The weights are damaged; fetch the shard again.",
-        )

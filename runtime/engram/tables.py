@@ -43,6 +43,21 @@ class TableShape:
         return self.num_rows * self.record_bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """Where rows lie, for code that reads them in place.
+
+    Attributes:
+        rows, scales: uint8, one dimension, read-only: the bytes in which the starts count.
+        row_starts, scale_starts: int64 [n], first byte of every row and of its scales.
+    """
+
+    rows: Bytes
+    row_starts: Ids
+    scales: Bytes
+    scale_starts: Ids
+
+
 class Table(ABC):
     """Rows by id.
 
@@ -75,6 +90,14 @@ class Table(ABC):
     @abstractmethod
     def copy(self, ids: Ids, rows: Bytes, scales: Bytes) -> None:
         """Copy rows that are there; see `gather`."""
+
+    def locate(self, ids: Ids) -> Located | None:
+        """Where rows lie that are there (see `prepare`); None where the host cannot read them in place.
+
+        Args:
+            ids: [n] int64, each in 0..num_rows-1.
+        """
+        return None
 
     def facts(self) -> dict[str, Any]:
         """What a report says of it besides its size; plain JSON."""
@@ -142,6 +165,12 @@ class MappedTable(Table):
         self._rows.take(ids, rows)
         self._scales.take(ids, scales)
 
+    def locate(self, ids: Ids) -> Located:
+        rows, scales = self._rows, self._scales
+        return Located(
+            rows=rows.file.bytes, row_starts=rows.starts(ids), scales=scales.file.bytes, scale_starts=scales.starts(ids)
+        )
+
 
 class ShardFiles:
     """Shards mapped on first use.
@@ -181,7 +210,11 @@ class _MappedTensor:
 
     def request(self, ids: Ids) -> Pending | None:
         """See `MappedFile.request`."""
-        return self.file.request(ids * self.width + self.offset, self.width)
+        return self.file.request(self.starts(ids), self.width)
+
+    def starts(self, ids: Ids) -> Ids:
+        """First byte of every row in the file."""
+        return ids * self.width + self.offset
 
     def populate(self, ids: Ids, pending: Pending | None) -> None:
         """See `MappedFile.populate`; CheckpointError with the row."""
@@ -211,3 +244,18 @@ class MemoryTable(Table):
     def copy(self, ids: Ids, rows: Bytes, scales: Bytes) -> None:
         np.take(self.rows, ids, axis=0, out=rows, mode="clip")
         np.take(self.scales, ids, axis=0, out=scales, mode="clip")
+
+    def locate(self, ids: Ids) -> Located:
+        return Located(
+            rows=_flat(self.rows),
+            row_starts=ids * self.shape.row_bytes,
+            scales=_flat(self.scales),
+            scale_starts=ids * self.shape.scale_bytes,
+        )
+
+
+def _flat(values: Bytes) -> Bytes:
+    """A read-only view of a contiguous array."""
+    view = values.reshape(-1)
+    view.flags.writeable = False
+    return view

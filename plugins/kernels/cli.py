@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     from engram_trt.plugins.kernels.registry import all_variants
     from engram_trt.plugins.kernels.resources import faults, table_of, write_table
 
-    chosen = {sm: tuple(variant for variant in all_variants(sm) if arguments.op in ("", variant.op)) for sm in targets}
+    chosen = {sm: all_variants(sm, arguments.op) for sm in targets}
     kernels = compile_all(chosen, _progress(sum(map(len, chosen.values()))))
     problems = [fault for kernel in kernels for fault in faults(kernel)]
     if arguments.json:

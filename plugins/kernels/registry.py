@@ -32,7 +32,8 @@ def planner_of(op_type: str) -> Planner:
     return {planner.spec.name: planner for planner in PLANNERS}[op_type]
 
 
-def all_variants(sm: int) -> tuple[Variant, ...]:
-    """Every variant the launcher can choose on a compute capability, each once."""
-    found = (variant for planner in PLANNERS for variant in planner.variants(sm))
+def all_variants(sm: int, op_type: str = "") -> tuple[Variant, ...]:
+    """Every variant the launcher can choose on a compute capability, each once; for one op, or for all."""
+    planners = [planner for planner in PLANNERS if op_type in ("", planner.spec.name)]
+    found = (variant for planner in planners for variant in planner.variants(sm))
     return tuple(dict.fromkeys(found))

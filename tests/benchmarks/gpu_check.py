@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import itertools
 import json
 import os
 import statistics
@@ -40,6 +41,7 @@ from engram_trt.plugins.indexer import reference as indexer  # noqa: E402
 from engram_trt.plugins.kernels.launcher import describe, execute, launch, launch_interpreted  # noqa: E402
 from engram_trt.plugins.kernels.plan import Launch  # noqa: E402
 from engram_trt.plugins.kernels.registry import planner_of  # noqa: E402
+from engram_trt.plugins.moe_expert_outputs import reference as moe_expert_outputs  # noqa: E402
 from engram_trt.plugins.moe_experts import reference as moe_experts  # noqa: E402
 from engram_trt.plugins.quantize_dequantize import reference as quantize_dequantize  # noqa: E402
 from engram_trt.plugins.sparse_attention import reference as sparse_attention  # noqa: E402
@@ -54,6 +56,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "HyperConnectionMix": hyper_connection_mix.hyper_connection_mix,
     "SparseAttention": sparse_attention.sparse_attention,
     "MoEExperts": moe_experts.moe_experts,
+    "MoEExpertOutputs": moe_expert_outputs.moe_expert_outputs,
     "Indexer": indexer.indexer,
 }
 EXACT = ("CacheWrite", "QuantizeDequantize", "EngramHash", "EngramGather", "Indexer")
@@ -192,6 +195,44 @@ def experts_case(
     )
 
 
+def listed_case(whole: Case, low: int, high: int) -> tuple[Case, Tensor, Tensor]:
+    """`MoEExpertOutputs` of a case of `MoEExperts` with the experts `low` to `high` alone.
+
+    Returns:
+        the case, whose rows are those with an expert there; which slots of which rows of the whole have one; and the
+        chosen ids of the whole.
+    """
+    scores, bias, x = (whole.tensors[name] for name in ("scores", "selection_bias", "ffn_in"))
+    assert scores is not None
+    assert bias is not None
+    assert x is not None
+    ids, weights = moe_experts.choose_experts(
+        scores,
+        bias,
+        int(whole.attributes["n_activated_experts"]),
+        int(whole.attributes["norm_topk_prob"]),
+        whole.attributes["route_scale"],
+    )
+    here = (ids >= low) & (ids < high)
+    rows = here.any(dim=1)
+    bound = {n: t[low:high] for n, t in whole.tensors.items() if n.startswith("experts_") and t is not None}
+    dim, inter = x.shape[1], bound["experts_w2"].shape[2] * 2
+    case = Case(
+        op="MoEExpertOutputs",
+        name=f"{whole.name}, experts {low}..{high}",
+        tensors={
+            "ffn_in": x[rows],
+            "expert_ids": torch.where(here, ids - low, -1)[rows].to(torch.int32),
+            "expert_weights": weights[rows].contiguous(),
+            **bound,
+        },
+        attributes={name: whole.attributes[name] for name in ("swiglu_limit", "activation_format")},
+        ideal_bytes=ids[here].unique().numel() * 3 * dim * inter * 17 // 32,
+        ideal_flops=2 * int(here.sum()) * 3 * dim * inter,
+    )
+    return case, here, ids
+
+
 def packed_experts(experts: int, dim: int, inter: int) -> dict[str, Tensor]:
     found = {}
     for name, rows, columns in (("w1", inter, dim), ("w2", dim, inter), ("w3", inter, dim)):
@@ -262,6 +303,7 @@ def correctness_cases() -> Iterator[Case]:
             yield index_case(f"role {role} odd", 3, 133, dtype, role, topk=7, blocks=5, heads=3, width=32)
         small = packed_experts(5, 64, 96)
         yield experts_case("odd", 7, (5, 64, 96, 2), dtype, small, 0)
+        yield listed_case(experts_case("odd", 7, (5, 64, 96, 2), dtype, small, 0), 1, 4)[0]
         if full:
             yield mix_case("released", 333, 5120, dtype)
             yield attention_case("released decode", 3, 1, 64, 512, 128, 512, dtype)
@@ -270,6 +312,7 @@ def correctness_cases() -> Iterator[Case]:
                 yield index_case(f"role {role} long", 3, 70_001, dtype, role)
             some = packed_experts(32, 5120, 2304)
             yield experts_case("released widths", 61, (32, 5120, 2304, 6), dtype, some, 0)
+            yield listed_case(experts_case("released widths", 61, (32, 5120, 2304, 6), dtype, some, 0), 0, 16)[0]
     yield hash_case("tokens", 2, 4099 if full else 37)
     yield gather_case("float32", 1000, 5, width=96, out_dtype=1)
     yield gather_case("bfloat16", 9_000_000 if full else 300, 61 if full else 3)
@@ -296,7 +339,9 @@ def timing_cases() -> Iterator[Case]:
         yield index_case(f"role {role}, 8 x 65536", 8, 65536, half, role)
     weights = packed_experts(384, 5120, 2304)
     for rows in (1, 8, 64, 512):
-        yield experts_case(f"{rows} tokens", rows, (384, 5120, 2304, 6), half, weights, 0)
+        whole = experts_case(f"{rows} tokens", rows, (384, 5120, 2304, 6), half, weights, 0)
+        yield whole
+        yield listed_case(whole, 0, 96)[0]
 
 
 SELECTION = ("key_histogram_kernel", "count_selected_kernel", "write_selected_kernel")
@@ -361,6 +406,24 @@ def batch_mates(dtype: torch.dtype) -> str:
         if not torch.equal(alone, together[first:last]):
             return f"rows {first}..{last} change with their batch"
     return ""
+
+
+def spread_experts(dtype: torch.dtype) -> str:
+    """Empty where experts in three parts, summed in ascending id, have the bits of all experts in one call."""
+    dims, rows = ((5, 64, 96, 3), 5) if DRY_RUN else ((32, 5120, 2304, 6), 300)
+    case = experts_case("spread", rows, dims, dtype, packed_experts(*dims[:3]), 0)
+    # Weights that are not divided by their sum have the same bits however they are computed.
+    case = dataclasses.replace(case, attributes={**case.attributes, "norm_topk_prob": 0})
+    total = torch.zeros(rows, dims[1], device=DEVICE)
+    outputs = torch.full((rows, dims[3], dims[1]), float("nan"), device=DEVICE)
+    bounds = (0, dims[0] // 4, dims[0] // 2, dims[0])
+    for low, high in itertools.pairwise(bounds):
+        part, here, ids = listed_case(case, low, high)
+        result = run_case(part, outputs_of(part))["expert_outputs"]
+        outputs[here] = result[here[here.any(dim=1)]].float()
+    for slots in torch.argsort(ids, dim=1).unbind(1):
+        total = total + outputs[torch.arange(rows, device=DEVICE), slots]
+    return "" if torch.equal(total, run_case(case)["routed_output"]) else "the sum of three parts has other bits"
 
 
 def median_ms(*turns: Callable[[], Any], replays: int = 20) -> float:
@@ -457,6 +520,8 @@ def main() -> int:
             print(f"{'WRONG' if problem else 'ok':5} {case.op} {case.name} {problem}", flush=True)
     if arguments.only in ("", "MoEExperts"):
         wrong += [f"MoEExperts: {p}" for d in (torch.float32, torch.bfloat16) if (p := batch_mates(d))]
+    if arguments.only in ("", "MoEExpertOutputs"):
+        wrong += [f"MoEExpertOutputs: {p}" for d in (torch.float32, torch.bfloat16) if (p := spread_experts(d))]
     if not arguments.only and not DRY_RUN:
         # A script's own folder is on its path.
         engine_check = importlib.import_module("engine_check")

@@ -9,6 +9,7 @@ import pytest
 
 from engram_trt.configs.errors import KernelError
 from engram_trt.plugins.kernels.cli import COMMAND, parse_targets
+from engram_trt.plugins.kernels.registry import all_variants
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -49,3 +50,10 @@ def test_table_lists_one_line_a_variant(capsys: pytest.CaptureFixture[str]) -> N
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5
     assert lines[0].split() == ["target", "regs", "spill", "shared", "load", "variant"]
+
+
+def test_report_of_an_op_lists_the_kernels_it_shares() -> None:
+    names = {op: {variant.function for variant in all_variants(90, op)} for op in ("MoEExperts", "MoEExpertOutputs")}
+    shared = {"group_by_expert_kernel", "expert_up_kernel", "expert_down_kernel"}
+    assert names["MoEExperts"] == {*shared, "choose_experts_kernel", "sum_experts_kernel"}
+    assert names["MoEExpertOutputs"] == {*shared, "prepare_rows_kernel"}

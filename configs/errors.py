@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class UserError(Exception):
     """A wrong input or environment. The command line prints it without a trace and exits with 2.
@@ -21,6 +23,16 @@ class UserError(Exception):
         self.expected = expected
         self.remedy = remedy
         super().__init__(f"{where}: found {found}; expected {expected}. {remedy}")
+
+    def __reduce__(self) -> tuple[Callable[..., UserError], tuple[object, ...]]:
+        """An error comes out of a worker process as it was raised there."""
+        return _revived, (type(self), self.args, self.__dict__)
+
+
+def _revived(kind: type[UserError], arguments: tuple[object, ...], values: dict[str, object]) -> UserError:
+    error = kind.__new__(kind, *arguments)
+    error.__dict__.update(values)
+    return error
 
 
 class ConfigError(UserError):

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engram_trt.configs.checkpoint import Checkpoint
+from engram_trt.configs.checkpoint import ByteMap, Checkpoint
 from engram_trt.configs.errors import CheckpointError
 from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.shard_reading import opened_shard
@@ -34,12 +35,30 @@ _DTYPES: Mapping[str, torch.dtype] = {
 }
 
 
+class _Lent:
+    """The memory of an array that may only be read, shown as if it might be written to: torch warns of any other."""
+
+    def __init__(self, values: npt.NDArray[Any]) -> None:
+        self.values = values
+        self.__array_interface__ = {**values.__array_interface__, "data": (values.ctypes.data, False)}
+
+
+def mapped_tensor(values: npt.NDArray[Any]) -> Tensor:
+    """A tensor over an array mapped for reading.
+
+    Nothing is mapped copy-on-write: the system refuses that for a table larger than its memory, and counts it as
+    memory of the process. Whoever writes to the tensor ends with a fault, so that no weight changes unseen.
+    """
+    tensor: Tensor = torch.from_numpy(np.asarray(_Lent(values)))
+    return tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSource:
     """Tensors as stored, mapped and not copied. Scales are checked for NaN when they are read."""
 
     checkpoint: Checkpoint
-    _maps: dict[Path, Any] = field(default_factory=dict, repr=False)
+    _maps: dict[Path, ByteMap] = field(default_factory=dict, repr=False)
     _checked: set[str] = field(default_factory=set, repr=False)
 
     def __post_init__(self) -> None:
@@ -77,19 +96,16 @@ class CheckpointSource:
                 remedy="Use a checkpoint in the released layout.",
             )
         values = self._map(name)[entry.offset : entry.offset + entry.nbytes]
-        tensor: Tensor = torch.from_numpy(values).view(_DTYPES[entry.dtype]).reshape(entry.shape)
-        return tensor
+        return mapped_tensor(values).view(_DTYPES[entry.dtype]).reshape(entry.shape)
 
-    def _map(self, name: str) -> Any:
+    def _map(self, name: str) -> ByteMap:
         header = self.checkpoint.header(name)
         if header.path not in self._maps:
             with opened_shard(header) as file:
-                # Copy on write: torch wants memory it may write to, and nothing is ever written.
-                mapped = np.memmap(file, dtype=np.uint8, mode="c", shape=(header.file_bytes,))
-            self._maps[header.path] = mapped
+                self._maps[header.path] = np.memmap(file, dtype=np.uint8, mode="r", shape=(header.file_bytes,))
         return self._maps[header.path]
 
     def drop_pages(self) -> None:
         """Give back the memory of everything read so far; what is read again comes from the page cache."""
         for mapped in self._maps.values():
-            mapped._mmap.madvise(mmap.MADV_DONTNEED)
+            mapped._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -41,9 +42,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         _print_files(request, as_json=arguments.json)
         return 0
+    from engram_trt.export.memory_cap import capped_memory
     from engram_trt.export.pipeline import export_checkpoint
 
-    with export_bar() as progress:
+    with export_bar() as progress, capped_memory(request.limits.memory_bytes, os.cpu_count() or 1):
         clock = _Clock.start()
         manifest = export_checkpoint(request, clock.around(progress))
     facts = _facts(arguments.out, manifest, clock)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -18,6 +17,7 @@ from engram_trt.export.modeling.compute import ComputeConfig
 from engram_trt.export.onnx_export import StageExporter, completed_graph, traced_graph
 from engram_trt.export.passes.functions import FunctionLibrary, make_function
 from engram_trt.export.stages.chain import DTYPE_NAMES
+from engram_trt.export.worker_pool import worker_pool
 from engram_trt.plugins.onnx_functions import NodeVariant
 
 FEW_KINDS = 2
@@ -46,9 +46,7 @@ def trace_kinds(
         return
     # The largest graphs first: they decide when the last worker ends, and they bring most of the ops.
     ordered = sorted(kinds.values(), key=lambda spec: -len(spec.inputs))
-    with ProcessPoolExecutor(
-        max_workers=workers, mp_context=_worker_context(), initializer=torch.set_num_threads, initargs=(1,)
-    ) as pool:
+    with worker_pool(workers, preload=__name__) as pool:
         for spec, model in _graphs(pool, exporter, ordered):
             exporter.add_graph(spec, model)
             progress(spec.kind)
@@ -84,13 +82,6 @@ def _graphs(
                 incomplete.append((spec, model))
             else:
                 yield spec, completed_graph(model, library)
-
-
-def _worker_context() -> multiprocessing.context.BaseContext:
-    """Workers are forks of one process that has imported what they need and started no thread."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context
 
 
 def _trace(job: Trace) -> bytes:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from concurrent.futures import as_completed
 from pathlib import Path
 
-import torch
-
-from engram_trt.configs.errors import CheckpointError, UserError
 from engram_trt.export.accuracy.golden_folder import GoldenFolder, Job, modes_of
 from engram_trt.export.accuracy.golden_hash import FILES as HASH_FILES
 from engram_trt.export.accuracy.golden_hash import HOST, compare_constants, compare_hash
@@ -19,20 +14,13 @@ from engram_trt.export.accuracy.golden_models import compare_model, note_unrun_m
 from engram_trt.export.accuracy.golden_ops import COMPARISONS, compare_op, op_file
 from engram_trt.export.accuracy.golden_report import Report
 from engram_trt.export.accuracy.golden_results import NotRun, Results
+from engram_trt.export.worker_pool import worker_pool
 
 BACKENDS = ("torch", "onnxruntime")
 UNKNOWN_FILE = "a file this version does not know"
 _COST = {"hash": 20.0, "op": 10.0, "model": 20.0}
 _ONNX_FACTOR = 4.0
 """Tracing makes ONNX Runtime's jobs the long ones."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a job returns across processes: results, or the parts of a user error."""
-
-    results: Results
-    error: tuple[str, str, str, str] | None = None
 
 
 def run_job(path: Path, job: Job, progress: Callable[[str], None]) -> Results:
@@ -132,10 +120,7 @@ def compare_folder(
     workers = min(max_workers or os.cpu_count() or 1, len(jobs))
     outcomes = _here(path, jobs, progress) if workers <= 1 else _in_processes(path, jobs, progress, workers)
     for outcome in outcomes:
-        if outcome.error is not None:
-            where, found, expected, remedy = outcome.error
-            raise CheckpointError(where, found=found, expected=expected, remedy=remedy)
-        results.extend(outcome.results)
+        results.extend(outcome)
     _order(results)
     return Report(folder=str(path), backends=tuple(backends), results=results, tensor_files=folder.tensor_files)
 
@@ -145,36 +130,27 @@ def _order(results: Results) -> None:
     results.checks.sort(key=lambda check: (check.file, check.backend, check.what, check.tensor, check.found.error))
 
 
-def _here(path: Path, jobs: Sequence[Job], progress: Callable[[str, int, int], None]) -> Iterator[Outcome]:
+def _here(path: Path, jobs: Sequence[Job], progress: Callable[[str, int, int], None]) -> Iterator[Results]:
     for done, job in enumerate(jobs):
         progress(str(job), done, len(jobs))
 
         def detail(text: str, done: int = done) -> None:
             progress(text, done, len(jobs))
 
-        yield Outcome(results=run_job(path, job, detail))
+        yield run_job(path, job, detail)
 
 
 def _in_processes(
     path: Path, jobs: Sequence[Job], progress: Callable[[str, int, int], None], workers: int
-) -> Iterator[Outcome]:
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=workers, mp_context=context) as pool:
+) -> Iterator[Results]:
+    with worker_pool(workers) as pool:
         futures = {pool.submit(_work, path, job): job for job in jobs}
         progress(f"{len(jobs)} comparisons in {workers} processes", 0, len(jobs))
-        try:
-            for done, future in enumerate(as_completed(futures), 1):
-                progress(str(futures[future]), done, len(jobs))
-                outcome = future.result()
-                yield outcome
-        finally:
-            pool.shutdown(cancel_futures=True)
+        for done, future in enumerate(as_completed(futures), 1):
+            progress(str(futures[future]), done, len(jobs))
+            yield future.result()
 
 
-def _work(path: Path, job: Job) -> Outcome:
-    """A job in a process of its own; a user error crosses as its parts."""
-    torch.set_num_threads(1)
-    try:
-        return Outcome(results=run_job(path, job, lambda text: None))
-    except UserError as error:
-        return Outcome(results=Results(), error=(error.where, error.found, error.expected, error.remedy))
+def _work(path: Path, job: Job) -> Results:
+    """A job in a process of its own."""
+    return run_job(path, job, lambda text: None)

@@ -15,6 +15,7 @@ from typing import Any
 
 from engram_trt.configs.errors import BackendError
 from engram_trt.export.engines.model import PluginNode
+from engram_trt.export.lifeline import end_with_parent
 from engram_trt.plugins.kernels.plan import SHARED_MEMORY_LIMIT, Variant
 from engram_trt.plugins.trt_kernels import KernelLibrary, KernelRecord
 from engram_trt.plugins.trt_plugins import plugin_of
@@ -107,6 +108,7 @@ def variant_from_json(document: Mapping[str, Any]) -> Variant:
 
 def main(path: str) -> int:
     """Compile the kernels of a job file: {"folder", "kernels": [{"key", "sm", "variant"}]}."""
+    end_with_parent()
     job = json.loads(Path(path).read_text())
     folder = Path(job["folder"])
     for item in job["kernels"]:

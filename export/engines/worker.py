@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import re
-import signal
 import sys
 from collections import Counter
 from contextlib import suppress
@@ -40,6 +38,7 @@ from engram_trt.export.engines.network import (
 )
 from engram_trt.export.engines.profiles import shapes_under
 from engram_trt.export.engines.timing import load_timing_cache, save_timing_cache
+from engram_trt.export.lifeline import end_with_parent
 from engram_trt.export.passes.legality import check_legality
 from engram_trt.plugins.tensorrt_api import TENSORRT_RTX, TensorRT, load, require_parser
 from engram_trt.plugins.trt_classes import PluginHost
@@ -48,7 +47,6 @@ from engram_trt.plugins.trt_registration import register_plugins
 _ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+) bytes")
 _KEPT = ("INTERNAL_ERROR", "ERROR", "WARNING", "INFO")
 _LAYERS = "Layers:"
-_PR_SET_PDEATHSIG = 1
 
 
 class BuildLog:
@@ -214,14 +212,9 @@ def _refused(job: EngineJob, who: str, reasons: list[str]) -> BuildError:
     )
 
 
-def _end_with_parent() -> None:
-    """Die with the command that started this process, also when that is killed and cannot clean up."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main(path: str) -> int:
     """Run the job in a JSON file and write its result; 0 unless the job itself cannot be read."""
-    _end_with_parent()
+    end_with_parent()
     job = EngineJob.from_json(json.loads(Path(path).read_text()))
     try:
         result: dict[str, Any] = {"built": build_plan(job).to_json()}

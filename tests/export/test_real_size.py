@@ -10,13 +10,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from engram_trt.configs.artifact import Manifest
 from engram_trt.configs.checkpoint import Checkpoint
 from engram_trt.configs.deployment import DeploymentConfig
 from engram_trt.configs.limits import Limits
 from engram_trt.configs.preset_files import model_preset
+from engram_trt.export.checkpoint_source import CheckpointSource
 from engram_trt.export.dry_run import planned_files
+from engram_trt.export.memory_cap import data_bytes
 from engram_trt.export.pipeline import ExportRequest, export_checkpoint
 from engram_trt.export.planning.facts import model_facts
 from engram_trt.export.planning.plan import Plan, PlanRequest
@@ -104,6 +107,21 @@ def test_one_source_and_one_reader_weigh_what_was_planned(hollow: Path, tmp_path
     # 384 experts a layer, as the specification counts them.
     assert sum(record.num_bytes for record in manifest.residents) == 2 * 7_219_445_760
     assert sum(path.stat().st_blocks * 512 for path in out.rglob("*") if path.is_file()) < 64 << 20
+
+
+def test_a_table_larger_than_memory_is_mapped_for_reading(tmp_path: Path) -> None:
+    """The dense weights of an Engram layer lie beside its table, in a shard of 101 GB."""
+    out = tmp_path / "checkpoint"
+    synthesize(
+        SynthRequest(config=model_preset("released"), out=out, layers=(1,), tokenizer=real_tokenizer(), sparse=True)
+    )
+    source = CheckpointSource(checkpoint=Checkpoint.open(out))
+    data_before, _ = data_bytes()
+    table = source.tensor("layers.1.engram.embed.weight")
+    num_bytes, last = table.shape[0] * 264, int(table[-1].view(torch.int8).count_nonzero())
+    assert num_bytes == 101377628352
+    assert last == 0
+    assert data_bytes()[0] - data_before < 1 << 30
 
 
 # --- large ------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from engram_trt.export.dry_run import planned_files
 from engram_trt.export.graph_store import GraphStore, default_folder
 from engram_trt.export.onnx_export import StageExporter
 from engram_trt.export.pipeline import ExportRequest, Progress, export_checkpoint
-from engram_trt.export.stage_pool import WORKER_BYTES, WORTH_A_POOL, WriteLimits
+from engram_trt.export.stage_pool import OWN_BYTES, WORKER_BYTES, WORTH_A_POOL, WriteLimits
 from engram_trt.runtime.artifact import Artifact
 from engram_trt.runtime.cli import main
 from engram_trt.runtime.resident_weights import ResidentWeights
@@ -180,9 +180,9 @@ def test_the_command_reports_bytes_and_rate(
 
 
 def test_processes_follow_the_work_and_the_memory() -> None:
-    limits = WriteLimits(memory_bytes=3 * WORKER_BYTES)
+    limits = WriteLimits(memory_bytes=OWN_BYTES + 3 * WORKER_BYTES)
     assert limits.workers(40, WORTH_A_POOL - 1) == 1
-    assert WriteLimits(jobs=8, memory_bytes=3 * WORKER_BYTES).workers(40, 1) == 3
+    assert WriteLimits(jobs=8, memory_bytes=limits.memory_bytes).workers(40, 1) == 3
     assert WriteLimits(jobs=8, memory_bytes=64 * WORKER_BYTES).workers(2, WORTH_A_POOL) == 2
     assert WriteLimits(jobs=1).workers(40, 10 * WORTH_A_POOL) == 1
 

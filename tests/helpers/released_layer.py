@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engram_trt.configs.checkpoint import Checkpoint
 from engram_trt.configs.limits import Limits, symbol_limits
 from engram_trt.configs.tensors import StageSpec
-from engram_trt.export.checkpoint_source import CheckpointSource
+from engram_trt.export.checkpoint_source import CheckpointSource, mapped_tensor
 from engram_trt.export.modeling.compute import ComputeConfig
 from engram_trt.export.modeling.rotary import inverse_frequencies, rotary_table
 from engram_trt.export.stages.chain import load_stage, stage_module
@@ -57,6 +58,8 @@ def step_feeds(artifact: Artifact, spec: StageSpec) -> Iterator[tuple[int, Feed]
                 feed[tensor.name] = random.standard_normal(shape, dtype=np.float32)
             elif tensor.name == "pre_mix":
                 feed[tensor.name] = np.abs(random.standard_normal(shape, dtype=np.float32))
+            elif tensor.name == "engram_ids":
+                feed[tensor.name] = engram_ids(artifact.resident(spec, "engram_rows").shape[0], shape, tokens)
             elif tensor.name == "image_mask":
                 feed[tensor.name] = np.zeros(shape, dtype=np.bool_)
             elif tensor.name in ("topk_indices", "candidate_blocks"):
@@ -65,6 +68,29 @@ def step_feeds(artifact: Artifact, spec: StageSpec) -> Iterator[tuple[int, Feed]
                 feed[tensor.name] = np.broadcast_to(feed[tensor.name], shape).copy()
         start += tokens
         yield tokens, feed
+
+
+def engram_ids(num_rows: int, shape: tuple[int, ...], tokens: int) -> npt.NDArray[np.int64]:
+    """Rows of a table that a step of so many tokens reads, [1, tokens, columns]."""
+    return np.random.default_rng(tokens).integers(0, num_rows, shape, dtype=np.int64)
+
+
+def fill_table_rows(folder: Path) -> None:
+    """Write random values to those rows of a checkpoint's tables that the steps read; tables are left as holes.
+
+    Codes stay below 0x70, where no E4M3 value is NaN, and scales near one.
+    """
+    checkpoint, random = Checkpoint.open(folder), np.random.default_rng(5)
+    config = checkpoint.config
+    for layer_id in set(config.engram_layer_ids) & set(checkpoint.partial_layers or ()):
+        entries = [checkpoint.entry(f"layers.{layer_id}.engram.embed.{part}") for part in ("weight", "scale")]
+        for entry, (low, high) in zip(entries, ((0, 0x70), (124, 128)), strict=True):
+            rows, width = entry.shape
+            with entry.shard.open("r+b") as file:
+                for tokens in STEPS:
+                    for row in engram_ids(rows, (1, tokens, config.engram_columns), tokens).reshape(-1):
+                        file.seek(entry.offset + int(row) * width)
+                        file.write(random.integers(low, high, width, dtype=np.uint8).tobytes())
 
 
 def run_onnxruntime(artifact: Artifact, spec: StageSpec) -> list[StepResult]:
@@ -117,7 +143,7 @@ def run_eager(artifact: Artifact, spec: StageSpec) -> list[StepResult]:
         if tensor.role == "state"
     }
     resident = {
-        tensor.name: torch.from_numpy(_writable(artifact.resident(spec, tensor.name)))
+        tensor.name: mapped_tensor(artifact.resident(spec, tensor.name))
         for tensor in spec.inputs
         if tensor.role == "resident"
     }
@@ -133,14 +159,6 @@ def run_eager(artifact: Artifact, spec: StageSpec) -> list[StepResult]:
             StepResult(tokens=tokens, outputs={k: v.numpy().copy() for k, v in outputs.items()}, seconds=seconds)
         )
     return results
-
-
-def _writable(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-    """The same memory, for torch, which warns about maps that may not be written to and never writes."""
-    if not isinstance(array, np.memmap):
-        return array
-    path, offset = array.filename, array.offset
-    return np.memmap(path, dtype=array.dtype, mode="c", offset=offset, shape=array.shape)
 
 
 def largest_difference(first: list[StepResult], second: list[StepResult]) -> float:

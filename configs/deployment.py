@@ -223,6 +223,8 @@ class DeploymentConfig:
         longest = config.max_position_embeddings
         if longest is not None and self.limits.max_context > longest:
             _bad("limits.max_context", str(self.limits.max_context), f"at most {longest}, the model's own")
+        if len(self.experts) > config.n_routed_experts:
+            _bad("experts", f"{len(self.experts)} devices", f"at most {config.n_routed_experts}, one for each expert")
         self._require_stages_fit(config)
 
     def _require_stages_fit(self, config: ModelConfig) -> None:

@@ -58,6 +58,20 @@ def tiny_artifact(tiny_checkpoint: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def split_artifact(tiny_checkpoint: Path) -> Path:
+    """The same checkpoint exported with experts as stages of their own, so that devices can share them; read only."""
+    from dataclasses import replace
+
+    from engram_trt.configs.preset_files import deployment_preset
+    from engram_trt.export.pipeline import ExportRequest, export_checkpoint
+
+    out = tiny_checkpoint.with_name("split")
+    deployment = replace(deployment_preset("tiny"), dspark_taps=True, experts=("cpu",))
+    export_checkpoint(ExportRequest(checkpoint=tiny_checkpoint, out=out, deployment=deployment))
+    return out
+
+
+@pytest.fixture(scope="session")
 def artifact(tiny_artifact: Path) -> Artifact:
     """The same, opened."""
     from engram_trt.runtime.artifact import Artifact

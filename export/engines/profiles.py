@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from engram_trt.configs.limits import Limits, symbol_limits
 from engram_trt.configs.model import ModelConfig
-from engram_trt.configs.tensors import StageSpec
+from engram_trt.configs.tensors import EXPERTS, StageSpec
 
 Range = tuple[int, int, int]
 """Smallest, typical and largest value of a symbol."""
@@ -41,6 +41,8 @@ def stage_profiles(
         for symbol in sorted({extent for tensor in spec.inputs for extent in tensor.shape if isinstance(extent, str)}):
             if symbol == "table_rows":
                 ranges[symbol] = (rows[0], rows[-1], rows[-1])
+            elif symbol == EXPERTS:
+                ranges[symbol] = (1, config.n_routed_experts, config.n_routed_experts)
             elif symbol == "batch":
                 ranges[symbol] = batch
             elif symbol in STEP_SYMBOLS:

@@ -111,6 +111,10 @@ def test_an_unknown_preset_is_an_error() -> None:
         ({"stages": [{"device": "cpu"}]}, "stages[0]"),
         ({"stages": [3]}, "stages"),
         ({"dspark_taps": "yes"}, "dspark_taps"),
+        ({"experts": "cpu"}, "experts"),
+        ({"experts": [{"device": "cpu"}]}, "experts"),
+        ({"experts": ["cpu:1"]}, "experts"),
+        ({"devices": ["cpu:0", "cpu:1"], "experts": ["cpu:1", "cpu:1"]}, "experts"),
     ],
 )
 def test_a_bad_value_is_named_with_its_file(document: dict[str, Any], key: str) -> None:
@@ -146,6 +150,10 @@ def test_a_file_that_is_no_toml_is_an_error(tmp_path: Path, text: str) -> None:
                 "stages": [{"device": "cpu", "layers": [0, 6]}, {"device": "cuda:0", "layers": [7, 11]}],
             },
             "stages[1].layers",
+        ),
+        (
+            {"devices": [f"cuda:{n}" for n in range(17)], "experts": [f"cuda:{n}" for n in range(17)]},
+            "experts",
         ),
     ],
 )
@@ -197,6 +205,18 @@ class TestForAnArtifact:
         placed = DeploymentConfig.from_dict({"devices": ["cpu:0", "cpu:1"], "stages": stages})
         (tmp_path / "one.toml").write_text('devices = ["cpu"]')
         assert DeploymentConfig.for_artifact(tmp_path / "one.toml", placed).stages == ()
+
+    def test_experts_are_spread_only_where_they_are_stages_of_their_own(self, tmp_path: Path) -> None:
+        text = 'devices = ["cpu:0", "cpu:1"]\nexperts = ["cpu:1", "cpu:0"]\n'
+        with pytest.raises(DeploymentError, match="export again with this file") as caught:
+            self.read(tmp_path / "d.toml", text)
+        assert caught.value.where == f"{tmp_path / 'd.toml'}: experts"
+        split = DeploymentConfig.from_dict({"experts": ["cpu"]})
+        chosen = DeploymentConfig.for_artifact(tmp_path / "d.toml", split)
+        assert (chosen.experts, chosen.spreads_experts) == (("cpu:1", "cpu:0"), True)
+        (tmp_path / "two.toml").write_text('devices = ["cpu:0", "cpu:1"]')
+        assert not DeploymentConfig.for_artifact(tmp_path / "two.toml", split).experts
+        assert not split.spreads_experts
 
     @pytest.mark.parametrize(
         ("text", "key"),

@@ -69,6 +69,34 @@ def test_torchrun_needs_no_deployment_file(tiny_artifact: Path, expected: str) -
     assert (done.returncode, done.stdout) == (0, expected), done.stderr
 
 
+def test_experts_shared_by_two_ranks(split_artifact: Path, expected: str) -> None:
+    """Of every layer, by all-to-all; the tokens of one process and of the ordinary export."""
+    with Ranks([generate(split_artifact, "--max-tokens", 12, "--json")] * 2) as ranks:
+        ended = ranks.end()
+    assert [end.code for end in ended] == [0, 0], ended
+    assert [end.out for end in ended] == [expected, ""]
+    assert [end.err for end in ended] == ["", ""]
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("experts", ['["cpu:1"]', '["cpu:1", "cpu:0"]'])
+def test_experts_where_a_file_puts_them(split_artifact: Path, expected: str, tmp_path: Path, experts: str) -> None:
+    file = tmp_path / "experts.toml"
+    file.write_text(f'devices = ["cpu:0", "cpu:1"]\nexperts = {experts}\n')
+    with Ranks([(*generate(split_artifact, "--max-tokens", 12, "--json"), "--deployment", file)] * 2) as ranks:
+        ended = ranks.end()
+    assert [end.code for end in ended] == [0, 0], ended
+    assert ended[0].out == expected
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_rank_that_shares_experts_stops_the_others(split_artifact: Path, lost: int) -> None:
+    with Ranks([endless(split_artifact)] * 2) as ranks:
+        ranks.await_output()
+        ranks.processes[lost].kill()
+        require_named(ranks.end(), lost)
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_killed_rank_stops_the_others(tiny_artifact: Path, lost: int) -> None:
     with Ranks([endless(tiny_artifact)] * 2) as ranks:

@@ -15,6 +15,7 @@ from cuda_recorder import CUresult, RecordedDriver
 
 from engram_trt.configs.errors import ArtifactError, BackendError, KernelError
 from engram_trt.plugins.kernels.plan import TRAILING_POINTERS, Clear, TensorInfo, Variant
+from engram_trt.plugins.registry import SPECS
 from engram_trt.plugins.tensorrt_api import TENSORRT_RTX, load
 from engram_trt.plugins.trt_classes import PluginHost, creator_of
 from engram_trt.plugins.trt_kernels import KernelLibrary, KernelRecord
@@ -265,7 +266,7 @@ def test_registration_is_idempotent(tmp_path: Path) -> None:
     assert set(first.sms) >= {89, 120}
     assert len(registry.all_creators) == count
     names = {creator.name for creator in registry.all_creators if creator.plugin_namespace == "engram"}
-    assert len(names) == 8
+    assert names == {spec.name for spec in SPECS}
 
 
 def test_an_unknown_or_absent_tensorrt_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

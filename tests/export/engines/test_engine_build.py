@@ -84,6 +84,18 @@ def test_every_custom_op_is_a_plugin(built: tuple[Path, Path, EnginesManifest]) 
     assert {"EngramGather", "EngramHash", "Indexer"} <= found
 
 
+def test_experts_that_are_stages_of_their_own(split_artifact: Path, tmp_path: Path) -> None:
+    """One plan for any number of bound experts."""
+    artifact = private_copy(split_artifact, tmp_path)
+    names = ("block_02_experts", "block_02_sum", "block_03_experts")
+    _, engines, _ = build(artifact, stages=names)
+    kinds = {plan.kind: plan for plan in engines.plans}
+    assert set(kinds) == {"experts", "sum"}
+    assert kinds["experts"].plugin_layers == ("MoEExpertOutputs",)
+    num_experts = ModelConfig.from_file(artifact / "config.json").n_routed_experts
+    assert {profile["experts"] for profile in kinds["experts"].profiles.values()} == {(1, num_experts, num_experts)}
+
+
 def test_profiles_are_the_deployments_limits(built: tuple[Path, Path, EnginesManifest]) -> None:
     artifact, _, engines = built
     manifest = Manifest.read(artifact)

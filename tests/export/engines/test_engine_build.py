@@ -91,7 +91,7 @@ def test_experts_that_are_stages_of_their_own(split_artifact: Path, tmp_path: Pa
     _, engines, _ = build(artifact, stages=names)
     kinds = {plan.kind: plan for plan in engines.plans}
     assert set(kinds) == {"experts", "sum"}
-    assert kinds["experts"].plugin_layers == ("MoEExpertOutputs",)
+    assert kinds["experts"].plugin_layers == {"MoEExpertOutputs": 1}
     num_experts = ModelConfig.from_file(artifact / "config.json").n_routed_experts
     assert {profile["experts"] for profile in kinds["experts"].profiles.values()} == {(1, num_experts, num_experts)}
 

@@ -33,7 +33,9 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-weights", action="store_true", help="data files of zeros; no weight is read")
     parser.add_argument("--dry-run", action="store_true", help="list every file with its size; write none")
     parser.add_argument("--jobs", metavar="N", type=int, help="processes that write stages (default: one per core)")
-    parser.add_argument("--max-memory", metavar="GIB", type=float, default=2.0, help="of all of them (default 2)")
+    parser.add_argument(
+        "--max-memory", metavar="GIB", type=float, default=2.0, help="held by all of them together (default 2)"
+    )
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
 
@@ -63,8 +65,8 @@ def _run(arguments: argparse.Namespace) -> int:
 def _request(arguments: argparse.Namespace) -> ExportRequest:
     from engram_trt.configs.deployment import DeploymentConfig
     from engram_trt.export.pipeline import ExportRequest
-    from engram_trt.export.stage_pool import WriteLimits
     from engram_trt.export.synth_command import layer_list
+    from engram_trt.export.write_limits import WriteLimits
 
     if (arguments.jobs is not None and arguments.jobs < 1) or not 0 < arguments.max_memory < 1 << 20:
         raise RequestError(

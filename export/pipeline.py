@@ -27,10 +27,11 @@ from engram_trt.export.residents import (
     residents_of,
     source_digest,
 )
-from engram_trt.export.stage_pool import WriteLimits, write_stages
+from engram_trt.export.stage_pool import write_stages
 from engram_trt.export.stage_records import StageStore
 from engram_trt.export.stages.chain import stage_specs
 from engram_trt.export.work_folder import require_space, work_folder
+from engram_trt.export.write_limits import WriteLimits
 from engram_trt.runtime.token_map import TokenMap
 from engram_trt.runtime.tokenizer import Tokenizer
 

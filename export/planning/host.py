@@ -9,19 +9,20 @@ from engram_trt.configs.model import ModelConfig
 from engram_trt.configs.tensors import EXPERTS
 from engram_trt.export.planning.devices import DevicePlan, residency_of, staging_bytes
 from engram_trt.export.planning.stage_bytes import StageBytes
+from engram_trt.export.write_limits import PAGES_KEPT_BYTES, WriteLimits
 
 GIB = 1 << 30
 
-TOOLCHAIN_BYTES = 400 << 20
-"""Resident memory of a process with torch and onnx imported."""
+TOOLCHAIN_BYTES = 430 << 20
+"""Resident memory of an export with torch, onnx and a few graphs, and no weight read yet."""
+NAME_BYTES = 1200
+"""What it adds for every tensor of the checkpoint: names, shapes, places."""
 RUNTIME_BYTES = 50 << 20
 """The same with numpy, a tokenizer and ONNX Runtime, before anything is loaded."""
 CUDA_HOST_BYTES = 400 << 20
 """What a CUDA context and a TensorRT runtime add to it."""
 STAGE_BYTES = 18 << 18
 """Graph, kernels and arena of one ONNX Runtime session."""
-WORKING_BYTES = 320 << 20
-"""What an export process adds to that: a graph, a few pieces of weights, and pages of the tensor being read."""
 GRAPH_BYTES = 350_000
 """Size of a stage's .onnx file, about; a dry run of the export says it exactly."""
 PLAN_BYTES = 5_000_000
@@ -30,21 +31,25 @@ BUILDER_BYTES = 2 * GIB
 """Memory that one builder is given."""
 
 
-def export_needs(stages: Sequence[StageBytes], *, jobs: int, copied_bytes: int) -> dict[str, int]:
+def export_needs(stages: Sequence[StageBytes], *, num_tensors: int, copied_bytes: int) -> dict[str, int]:
     """Host memory and disk of an export.
+
+    `memory_bytes` is that of one process that has its graphs and writes alone: an estimate, within a tenth of what is
+    measured. It reads about half of what it writes, and keeps these pages for `PAGES_KEPT_BYTES` of writing. All
+    processes together, also those that trace, are bounded by `max_memory_bytes`, pages of shards apart.
 
     Args:
         stages: to be exported.
-        jobs: processes at a time.
+        num_tensors: of the checkpoint.
         copied_bytes: to be read from the checkpoint on the way (dense weights as they are stored).
     """
     data = sum(stage.data_bytes for stage in stages)
     experts = sum(stage.expert_bytes for stage in stages)
     graphs = len(stages) * GRAPH_BYTES
-
+    largest = max((stage.data_bytes for stage in stages), default=0)
     return {
-        "memory_bytes": jobs * (TOOLCHAIN_BYTES + WORKING_BYTES),
-        "jobs": jobs,
+        "memory_bytes": TOOLCHAIN_BYTES + num_tensors * NAME_BYTES + min(PAGES_KEPT_BYTES, largest) // 2,
+        "max_memory_bytes": WriteLimits().memory_bytes,
         "data_file_bytes": data,
         "graph_bytes_about": graphs,
         "disk_bytes": data + graphs,

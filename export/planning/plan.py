@@ -99,7 +99,7 @@ class Plan:
     def export(self) -> dict[str, int]:
         """Host memory and disk of the export."""
         stored = sum(s.stored_bytes - s.expert_bytes - s.table_bytes for s in self.stages)
-        return export_needs(self.stages, jobs=1, copied_bytes=stored)
+        return export_needs(self.stages, num_tensors=self.request.facts.tensors, copied_bytes=stored)
 
     def work(self, stages: Sequence[StageBytes], step: StepShape) -> StepWork:
         """Of some stages in one step."""

@@ -77,7 +77,8 @@ def _host_lines(host: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         f"export: {gib(export['disk_bytes'])} GiB of disk ({gib(export['disk_bytes_with_copied_experts'])} with "
-        f"--copy-experts), {gib(export['memory_bytes'])} GiB of memory, {gib(export['read_bytes'])} GiB to read"
+        f"--copy-experts), {gib(export['memory_bytes'])} GiB of memory in one process and at most "
+        f"{gib(export['max_memory_bytes'])} in all, {gib(export['read_bytes'])} GiB to read"
     )
     yield f"build: {gib(build['disk_bytes_about'])} GiB of disk, {gib(build['memory_bytes'])} GiB of memory a builder"
     parts = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in run.items() if name != "total" and size)

@@ -109,6 +109,19 @@ def test_one_source_and_one_reader_weigh_what_was_planned(hollow: Path, tmp_path
     assert sum(path.stat().st_blocks * 512 for path in out.rglob("*") if path.is_file()) < 64 << 20
 
 
+def test_the_export_of_a_source_holds_what_was_planned(hollow: Path, tmp_path: Path) -> None:
+    """Zeros are read, dequantised and written as any weights are; the graph is traced before."""
+    request = ExportRequest(
+        checkpoint=hollow, out=tmp_path / "artefact", deployment=DeploymentConfig(), layers=(SOURCE,)
+    )
+    planned_files(request)
+    found = measured(EXPORT, "export", hollow, "--out", request.out, "--layers", SOURCE)
+    assert found["result"] == 0
+    plan = Plan.of(PlanRequest(facts=model_facts(str(hollow)), deployment=request.deployment, num_gpus=0))
+    assert int(str(found["peak_bytes"])) == pytest.approx(plan.export()["memory_bytes"], rel=0.1)
+    shutil.rmtree(request.out)
+
+
 def test_a_table_larger_than_memory_is_mapped_for_reading(tmp_path: Path) -> None:
     """The dense weights of an Engram layer lie beside its table, in a shard of 101 GB."""
     out = tmp_path / "checkpoint"

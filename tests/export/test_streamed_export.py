@@ -22,7 +22,7 @@ from engram_trt.export.dry_run import planned_files
 from engram_trt.export.graph_store import GraphStore, default_folder
 from engram_trt.export.onnx_export import StageExporter
 from engram_trt.export.pipeline import ExportRequest, Progress, export_checkpoint
-from engram_trt.export.stage_pool import OWN_BYTES, WORKER_BYTES, WORTH_A_POOL, WriteLimits
+from engram_trt.export.write_limits import OWN_BYTES, WORKER_BYTES, WORTH_A_POOL, WriteLimits
 from engram_trt.runtime.artifact import Artifact
 from engram_trt.runtime.cli import main
 from engram_trt.runtime.resident_weights import ResidentWeights

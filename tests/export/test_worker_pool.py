@@ -17,12 +17,11 @@ import worker_jobs
 
 from engram_trt.configs.deployment import DeploymentConfig
 from engram_trt.configs.errors import CheckpointError, PeerError, RequestError, UserError
-from engram_trt.export import stage_pool
 from engram_trt.export.graph_store import GraphStore, default_folder
 from engram_trt.export.memory_cap import capped_memory, clear_memory_errors
 from engram_trt.export.pipeline import ExportRequest, export_checkpoint
-from engram_trt.export.stage_pool import OWN_BYTES, WORKER_BYTES, WriteLimits
 from engram_trt.export.worker_pool import worker_pool
+from engram_trt.export.write_limits import OWN_BYTES, WORKER_BYTES, WriteLimits
 from engram_trt.runtime.cli import main
 
 MIB = 1 << 20
@@ -160,7 +159,7 @@ def test_an_export_over_its_limit_is_resumed(
         layers=(3, 5),
         limits=WriteLimits(jobs=2),
     )
-    monkeypatch.setattr(stage_pool.WriteLimits, "share", lambda self, workers: 16 * MIB)
+    monkeypatch.setattr(WriteLimits, "share", lambda self, workers: 16 * MIB)
     with pytest.raises(UserError, match="what is finished is kept, and the same command goes on"):
         export_checkpoint(request, graphs=graphs)
     assert not out.exists()

@@ -121,6 +121,25 @@ def test_peak_memory_is_as_planned(tiny_artifact: Path) -> None:
     assert int(done.stdout) == pytest.approx(plan.host()["total"], rel=0.1)
 
 
+EXPORT = """
+import re, sys
+from pathlib import Path
+from engram_trt.export.pipeline import ExportRequest, export_checkpoint
+from engram_trt.runtime.artifact import Artifact
+deployment = Artifact.open(Path(sys.argv[1])).manifest.deployment
+export_checkpoint(ExportRequest(checkpoint=Path(sys.argv[2]), out=Path(sys.argv[3]), deployment=deployment))
+print(1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text()).group(1)))
+"""
+
+
+def test_peak_memory_of_an_export_is_as_planned(tiny_artifact: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Its graphs are there, made by the export of the fixture."""
+    command = [sys.executable, "-c", EXPORT, str(tiny_artifact), str(tiny_checkpoint), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    plan = Plan.of(PlanRequest(facts=model_facts(str(tiny_checkpoint)), deployment=DeploymentConfig(), num_gpus=0))
+    assert int(done.stdout) == pytest.approx(plan.export()["memory_bytes"], rel=0.1)
+
+
 def test_every_stage_says_how_it_was_loaded(tiny_artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", str(tiny_artifact), "--backends", "onnxruntime", "--prompt-tokens", "2", "--decode-steps", "1"]
     assert main([*command, "--verify", "full", "--json"]) == 0

@@ -47,25 +47,32 @@ class HotRows:
         """Copy the rows that are here to their places in `rows` and `scales`; returns which, [n] bool."""
         places = self._places(ids)
         with self._lock:
-            hit = self._ids[places] == ids
-            found = places[hit]
-            rows[hit] = self._rows[found]
-            scales[hit] = self._scales[found]
+            hit: npt.NDArray[np.bool_] = self._ids[places] == ids
+            if hit.all():
+                np.take(self._rows, places, axis=0, out=rows, mode="clip")
+                np.take(self._scales, places, axis=0, out=scales, mode="clip")
+            elif hit.any():
+                found = places[hit]
+                rows[hit] = self._rows[found]
+                scales[hit] = self._scales[found]
         return hit
 
     def admit(self, ids: Ids, rows: Bytes, scales: Bytes) -> None:
         """Keep rows that were just fetched."""
-        # Of rows with one place the last would win in every array, but numpy does not promise it: keep the first.
-        places, first = np.unique(self._places(ids), return_index=True)
+        places = self._places(ids)
+        if len(set(places.tolist())) < ids.size:
+            # Of rows with one place the last would win in every array, but numpy does not promise it: keep the first.
+            places, first = np.unique(places, return_index=True)
+            ids, rows, scales = ids[first], rows[first], scales[first]
         with self._lock:
             self._ids[places] = _EMPTY  # an interrupt below leaves an empty place, not a wrong row
-            self._rows[places] = rows[first]
-            self._scales[places] = scales[first]
-            self._ids[places] = ids[first]
+            self._rows[places] = rows
+            self._scales[places] = scales
+            self._ids[places] = ids
 
     def _places(self, ids: Ids) -> npt.NDArray[np.int64]:
         if not self._bits:
             return np.zeros(ids.shape, dtype=np.int64)
-        spread = ids.astype(np.uint64) * _SPREAD
-        places: npt.NDArray[np.int64] = (spread >> np.uint64(64 - self._bits)).astype(np.int64)
-        return places
+        spread = ids.view(np.uint64) * _SPREAD
+        spread >>= np.uint64(64 - self._bits)
+        return spread.view(np.int64)

@@ -27,8 +27,11 @@ Bytes = npt.NDArray[np.uint8]
 Offsets = npt.NDArray[np.int64]
 
 PAGE_BYTES = mmap.PAGESIZE
+_PAGE_SHIFT = PAGE_BYTES.bit_length() - 1
 SMALL_FETCH = 1024
-"""Ranges of one call (the kernel's UIO_MAXIOV); so many are populated without asking what is known of them."""
+"""So many rows are populated without asking what is known of them."""
+_CALL_RANGES = 1024
+"""Ranges of one system call: the kernel's UIO_MAXIOV."""
 
 _SYS_PROCESS_MADVISE = 440
 _MADV_WILLNEED, _MADV_POPULATE_READ = 3, 22
@@ -62,19 +65,14 @@ class Pending:
     """Ranges that were requested.
 
     Attributes:
-        ranges: int64 [n, 2], address and length, whole pages: what the kernel calls an iovec.
-        first, last: [n] pages of the file.
-        indices: which of the offsets that were asked for; None for all.
+        ranges: int64 [n, 2], address of the first page and length from there: what the kernel calls an iovec.
+        pages: [2, n], first and last pages of the file; None where all are known.
+        indices: which of the ranges that were asked for; None for all.
     """
 
     ranges: Offsets
-    first: Offsets
-    last: Offsets
+    pages: Offsets | None
     indices: Offsets | None
-
-    def only(self, indices: Offsets) -> Pending:
-        """Some of them."""
-        return Pending(ranges=self.ranges[indices], first=self.first[indices], last=self.last[indices], indices=indices)
 
 
 class MappedFile:
@@ -89,7 +87,7 @@ class MappedFile:
     """
 
     def __init__(self, path: Path, num_bytes: int) -> None:
-        self.path = path
+        self.path, self._name = path, os.fspath(path)
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as cause:
@@ -119,7 +117,7 @@ class MappedFile:
             CheckpointError: naming what changed.
         """
         try:
-            found = FileIdentity.of(os.stat(self.path))
+            found = FileIdentity.of(os.stat(self._name))
         except OSError as cause:
             raise unreadable(self.path, "the file", cause.strerror or str(cause)) from None
         if found == self.identity:
@@ -141,27 +139,44 @@ class MappedFile:
         """
         self.populate(self.request(offsets, num_bytes))
 
-    def request(self, offsets: Offsets, num_bytes: int) -> Pending | None:
+    def is_known(self, offsets: Offsets) -> bool:
+        """Whether this process has had the pages at all offsets, [n], of the file; they may have gone since."""
+        return bool(self._known[offsets >> _PAGE_SHIFT].all())
+
+    def request(self, offsets: Offsets, num_bytes: int | Offsets) -> Pending | None:
         """Start reading what is not known to be present, all at once.
+
+        Args:
+            offsets: [n], or [m, n] for m ranges of each of n rows; numbered as they lie in memory.
+            num_bytes: length of each range, less than a page; or [m, 1], one for each of the m.
 
         Returns:
             what `populate` has to wait for; None if that is nothing.
         """
-        first = offsets // PAGE_BYTES
-        last = (offsets + (num_bytes - 1)) // PAGE_BYTES
-        known = self._known[first] & self._known[last]
-        is_all_known = bool(known.all())
-        if is_all_known and offsets.shape[0] > SMALL_FETCH:
+        # Every step runs through here, beside the stages that need the processor: few calls, not clear ones.
+        pages = np.empty((2, *offsets.shape), dtype=np.int64)
+        np.right_shift(offsets, _PAGE_SHIFT, out=pages[0])
+        np.add(offsets, num_bytes - 1, out=pages[1])
+        np.right_shift(pages[1], _PAGE_SHIFT, out=pages[1])
+        known = self._known[pages]
+        is_all_known, is_small = bool(known.all()), offsets.shape[-1] <= SMALL_FETCH
+        if is_all_known and not is_small:
             return None
-        pending = Pending(ranges=np.empty((offsets.shape[0], 2), dtype=np.int64), first=first, last=last, indices=None)
-        np.multiply(first, PAGE_BYTES, out=pending.ranges[:, 0])
-        pending.ranges[:, 0] += self._address
-        np.multiply(last - first + 1, PAGE_BYTES, out=pending.ranges[:, 1])
+        ranges = np.empty((*offsets.shape, 2), dtype=np.int64)
+        address, length = ranges[..., 0], ranges[..., 1]
+        np.bitwise_and(offsets, PAGE_BYTES - 1, out=length)
+        np.subtract(offsets, length, out=address)
+        np.add(address, self._address, out=address)
+        np.add(length, num_bytes, out=length)
+        ranges = ranges.reshape(-1, 2)
         if is_all_known:
-            return pending
-        unknown = pending.only(np.flatnonzero(~known))
-        self._advice.start_reading(unknown.ranges)
-        return pending if offsets.shape[0] <= SMALL_FETCH else unknown
+            return Pending(ranges=ranges, pages=None, indices=None)
+        pages = pages.reshape(2, -1)
+        unknown = np.flatnonzero(~(known[0] & known[1]))
+        self._advice.start_reading(ranges[unknown])
+        if is_small:
+            return Pending(ranges=ranges, pages=pages, indices=None)
+        return Pending(ranges=ranges[unknown], pages=pages[:, unknown], indices=unknown)
 
     def populate(self, pending: Pending | None) -> None:
         """Wait until requested ranges are present; see `require`."""
@@ -172,9 +187,8 @@ class MappedFile:
         except UnreadablePageError as error:
             index = error.index if pending.indices is None else int(pending.indices[error.index])
             raise UnreadablePageError(index, error.reason) from None
-        # Rows of a table are far shorter than two pages: first and last are all.
-        self._known[pending.first] = True
-        self._known[pending.last] = True
+        if pending.pages is not None:
+            self._known[pending.pages] = True
 
     def close(self) -> None:
         """Give the descriptor back; the map goes with the last array that looks into it."""
@@ -204,16 +218,16 @@ class _Advice:
             for start, length in ranges.tolist():
                 os.posix_fadvise(self._descriptor, start - self._address, length, os.POSIX_FADV_WILLNEED)
             return
-        for start in range(0, len(ranges), SMALL_FETCH):
-            self._batch(ranges[start : start + SMALL_FETCH], _MADV_WILLNEED)
+        for start in range(0, len(ranges), _CALL_RANGES):
+            self._batch(ranges[start : start + _CALL_RANGES], _MADV_WILLNEED)
 
     def populate(self, ranges: Offsets) -> None:
         """Read and map all ranges; UnreadablePageError with the index of the first that fails."""
         done = 0
         while self._process is not None and done < len(ranges):
-            batch = ranges[done : done + SMALL_FETCH]
+            batch = ranges[done : done + _CALL_RANGES]
             advised = self._batch(batch, _MADV_POPULATE_READ)
-            if advised == int(batch[:, 1].sum()):
+            if advised == np.add.reduce(batch[:, 1]):
                 done += len(batch)
                 continue
             # The one at fault is tried alone below, where its own error can be read.

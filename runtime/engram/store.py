@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from engram_trt.configs.errors import RequestError
+from engram_trt.configs.errors import RequestError, UserError
 from engram_trt.runtime.engram.bfloat16_rows import dequantize_rows
 from engram_trt.runtime.engram.cache import HotRows
 from engram_trt.runtime.engram.compiled import compiled_convert
@@ -22,6 +22,8 @@ from engram_trt.runtime.engram.tables import Ids, Table, TableShape
 
 SPLIT_ROWS = 2048
 """Rows that are worth another thread."""
+AT_ONCE_ROWS = 256
+"""So many rows in memory are sooner fetched than handed to a thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,7 @@ class EngramStore:
         num_threads: threads of the pool.
         cache_bytes: memory of each hot-row cache; 0 for none.
         cached: layers that get one.
+        shares_cores: stages run on the same cores as the pool, not on a device; see `submit`.
     """
 
     def __init__(
@@ -99,11 +102,12 @@ class EngramStore:
         num_threads: int = 2,
         cache_bytes: int = 0,
         cached: frozenset[int] = frozenset(),
+        shares_cores: bool = False,
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self.tables, self.direct = dict(tables), direct
         self.residencies = dict(residencies or {})
-        self.num_threads = num_threads
+        self.num_threads, self.shares_cores = num_threads, shares_cores
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="engram")
         self._caches = {layer_id: HotRows(tables[layer_id].shape, cache_bytes) for layer_id in cached if cache_bytes}
         self._totals = dict.fromkeys(self.tables, FetchCounters())
@@ -120,8 +124,20 @@ class EngramStore:
         return self.tables[layer_id].shape
 
     def submit(self, layer_id: int, ids: Ids, rows: Bytes, scales: Bytes) -> Future[Fetched]:
-        """`fetch` on the pool; ids and buffers must not change until it is done."""
-        return self._pool.submit(self.fetch, layer_id, ids, rows, scales)
+        """`fetch` on the pool; ids and buffers must not change until it is done.
+
+        Where stages run on the cores that the pool has, a few rows that are at hand are fetched before this
+        returns: waking a thread would take longer from the stages than the fetch.
+        """
+        is_small = self.shares_cores and ids.size <= AT_ONCE_ROWS
+        if not (is_small and self.tables[layer_id].is_at_hand(ids.reshape(-1))):
+            return self._pool.submit(self.fetch, layer_id, ids, rows, scales)
+        done: Future[Fetched] = Future()
+        try:
+            done.set_result(self.fetch(layer_id, ids, rows, scales))
+        except UserError as error:
+            done.set_exception(error)
+        return done
 
     def fetch(self, layer_id: int, ids: Ids, rows: Bytes, scales: Bytes) -> Fetched:
         """Deliver the distinct rows of some ids, in the order of the file.
@@ -213,7 +229,10 @@ class EngramStore:
             return 0
         hit = cache.lookup(ids, rows, scales)
         places = np.flatnonzero(~hit)
-        if places.size:
+        if places.size == ids.shape[0]:
+            self._in_parts(ids.shape[0], lambda part: table.gather(ids[part], rows[part], scales[part]))
+            cache.admit(ids, rows, scales)
+        elif places.size:
             missing = ids[places]
             new_rows = np.empty((places.size, rows.shape[1]), dtype=np.uint8)
             new_scales = np.empty((places.size, scales.shape[1]), dtype=np.uint8)
@@ -269,6 +288,8 @@ class EngramStore:
 
 def _distinct(ids: Ids) -> tuple[Ids, Ids]:
     """Ascending distinct ids, and the place of every id among them (`np.unique`, lighter)."""
+    if (ids[1:] > ids[:-1]).all():  # the columns of one token, as their rows follow each other in the table
+        return ids, np.arange(ids.size)
     order = np.argsort(ids)
     ascending = ids[order]
     is_new = np.ones(ids.size, dtype=np.bool_)

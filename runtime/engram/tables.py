@@ -70,6 +70,10 @@ class Table(ABC):
     def check(self) -> None:  # noqa: B027 - memory does not change behind one's back
         """Refuse a source that changed since it was opened; CheckpointError."""
 
+    def is_at_hand(self, ids: Ids) -> bool:
+        """Whether rows, [n] int64, are likely to be in memory: a hint. Rows outside a table never are."""
+        return True
+
     def gather(self, ids: Ids, rows: Bytes, scales: Bytes) -> None:
         """`prepare`, then `copy`.
 
@@ -149,17 +153,25 @@ class MappedTable(Table):
         self.shape = shape
         self._rows = _MappedTensor(rows, files.open(rows.shard))
         self._scales = _MappedTensor(scales, files.open(scales.shard))
-        self._files = {self._rows.file, self._scales.file}
+        both, same = (self._rows, self._scales), self._rows.file is self._scales.file
+        self._groups = [_OneFile(both)] if same else [_OneFile((tensor,)) for tensor in both]
 
     def check(self) -> None:
-        for file in self._files:
-            file.check()
+        for group in self._groups:
+            group.file.check()
+
+    def is_at_hand(self, ids: Ids) -> bool:
+        try:
+            # Rows of one page have scales of one page, but for a few, and both are had together.
+            return self._rows.file.is_known(self._rows.starts(ids))
+        except IndexError:
+            return False
 
     def prepare(self, ids: Ids) -> None:
-        # Both tensors' pages are asked for before either is waited for.
-        awaited = [(tensor, tensor.request(ids)) for tensor in (self._rows, self._scales)]
-        for tensor, pending in awaited:
-            tensor.populate(ids, pending)
+        # All pages are asked for before any is waited for.
+        awaited = [(group, group.request(ids)) for group in self._groups]
+        for group, pending in awaited:
+            group.populate(ids, pending)
 
     def copy(self, ids: Ids, rows: Bytes, scales: Bytes) -> None:
         self._rows.take(ids, rows)
@@ -208,25 +220,38 @@ class _MappedTensor:
             self._item = np.int64
             self._values = self._values.reshape(-1).view(np.int64)
 
-    def request(self, ids: Ids) -> Pending | None:
-        """See `MappedFile.request`."""
-        return self.file.request(self.starts(ids), self.width)
-
     def starts(self, ids: Ids) -> Ids:
         """First byte of every row in the file."""
         return ids * self.width + self.offset
+
+    def take(self, ids: Ids, out: Bytes) -> None:
+        """Copy rows; "clip" because any other mode of numpy's copies once more, and ids are in range."""
+        target = out if self._item is None else out.reshape(-1).view(self._item)
+        np.take(self._values, ids, axis=0, out=target, mode="clip")
+
+
+class _OneFile:
+    """Tensors in one mapped file, whose pages are prepared together."""
+
+    def __init__(self, tensors: tuple[_MappedTensor, ...]) -> None:
+        self.file, self._tensors = tensors[0].file, tensors
+        self._widths = np.array([[tensor.width] for tensor in tensors])
+        self._offsets = np.array([[tensor.offset] for tensor in tensors])
+
+    def request(self, ids: Ids) -> Pending | None:
+        """See `MappedFile.request`."""
+        starts = ids * self._widths
+        starts += self._offsets
+        return self.file.request(starts, self._widths)
 
     def populate(self, ids: Ids, pending: Pending | None) -> None:
         """See `MappedFile.populate`; CheckpointError with the row."""
         try:
             self.file.populate(pending)
         except UnreadablePageError as error:
-            raise unreadable(self.file.path, f"{self.name}, row {int(ids[error.index])}", error.reason) from None
-
-    def take(self, ids: Ids, out: Bytes) -> None:
-        """Copy rows; "clip" because any other mode of numpy's copies once more, and ids are in range."""
-        target = out if self._item is None else out.reshape(-1).view(self._item)
-        np.take(self._values, ids, axis=0, out=target, mode="clip")
+            tensor, place = divmod(error.index, ids.shape[0])
+            what = f"{self._tensors[tensor].name}, row {int(ids[place])}"
+            raise unreadable(self.file.path, what, error.reason) from None
 
 
 class MemoryTable(Table):

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from engram_trt.runtime.distributed.mail import Inbox, Message, Outbox, Transport
+from engram_trt.runtime.distributed.payload import Bytes, Payload
 from engram_trt.runtime.distributed.routes import Layouts, Routes
-from engram_trt.runtime.distributed.wire import Bytes, Header, Layout, MessageBuffer, Op
+from engram_trt.runtime.distributed.wire import Header, Layout, MessageBuffer, Op
 from engram_trt.runtime.engine import Engine
 from engram_trt.runtime.engram.staging import EngramStaging
 from engram_trt.runtime.execution import BoundChain, SessionChain
@@ -65,7 +66,7 @@ class Ring:
         """Close a session with the next message. Sends nothing, so that a finalizer may call it."""
         self._released.append(chain)
 
-    def memory(self, chain: int, num_bytes: int) -> Bytes:
+    def memory(self, chain: int, num_bytes: int) -> Payload:
         """See `Outbox.memory`. A message of this session that nobody waits for any more is dropped."""
         with self._lock:
             for sequence in [number for number, pending in self._pending.items() if pending.chain == chain]:
@@ -80,7 +81,7 @@ class Ring:
         chain: int = 0,
         numbers: tuple[int, ...] = (),
         layout: Layout | None = None,
-        payload: Bytes | None = None,
+        payload: Payload | None = None,
         *,
         is_awaited: bool = False,
     ) -> Future[Message]:

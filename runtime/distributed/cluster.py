@@ -6,23 +6,20 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from engram_trt.configs.errors import BackendError, ClusterError, PeerError, UserError
 from engram_trt.runtime.distributed.expert_lane import AllToAll
 from engram_trt.runtime.distributed.mail import Transport
 from engram_trt.runtime.distributed.ranks import Rank
+from engram_trt.runtime.distributed.torch_transport import NcclTransport, TorchAllToAll, TorchTransport, nccl_place
 from engram_trt.runtime.distributed.watch import GRACE_SECONDS, Watch
-from engram_trt.runtime.distributed.wire import Bytes, Integers
-
-if TYPE_CHECKING:
-    import torch
+from engram_trt.runtime.stage_runners.contract import Backend
+from engram_trt.runtime.stage_runners.device_backend import DeviceBackend
 
 MEETING_SECONDS = 60
 """How long ranks wait for each other at the start."""
@@ -100,10 +97,13 @@ class Cluster:
 
     # --- tensors ------------------------------------------------------------------------------------------
 
-    def transport(self) -> Transport:
-        """Connect to the neighbours."""
-        distributed = self._torch.distributed
-        rank = self.rank
+    def transport(self, backend: Backend) -> Transport:
+        """Connect to the neighbours: from GPU to GPU where every rank has one of its own and can, else by the host.
+
+        Args:
+            backend: of this rank.
+        """
+        distributed, rank = self._torch.distributed, self.rank
         if rank.address.partition(":")[0] in ("localhost", "127.0.0.1"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         with self._knowing_why():
@@ -114,15 +114,25 @@ class Cluster:
                 world_size=rank.world_size,
                 timeout=timedelta(seconds=WAIT_SECONDS),
             )
-        following = (rank.number + 1) % rank.world_size
-        return TorchTransport(self._torch, following, (rank.number - 1) % rank.world_size, self.watch)
+        neighbours = (rank.number + 1) % rank.world_size, (rank.number - 1) % rank.world_size
+        own = nccl_place(self._torch, backend)
+        self.post(f"nccl/{rank.number}", own)
+        places = list(self.notes("nccl").values())
+        if not isinstance(backend, DeviceBackend) or "" in places or len(set(places)) < len(places):
+            return TorchTransport(self._torch, *neighbours, self.watch)
+        edges = [self._group((sender, (sender + 1) % rank.world_size), "nccl") for sender in range(rank.world_size)]
+        ends = edges[rank.number], edges[rank.number - 1]
+        return NcclTransport(self._torch, *neighbours, self.watch, backend, *ends)
+
+    def _group(self, members: tuple[int, ...], kind: str) -> Any:
+        with self._knowing_why():
+            return self._torch.distributed.new_group(
+                sorted(members), backend=kind, timeout=timedelta(seconds=WAIT_SECONDS)
+            )
 
     def lane(self, members: tuple[int, ...]) -> AllToAll | None:
         """Connect some ranks for all-to-all; None where this rank is not among them. All ranks call it alike."""
-        with self._knowing_why():
-            group = self._torch.distributed.new_group(
-                list(members), backend="gloo", timeout=timedelta(seconds=WAIT_SECONDS)
-            )
+        group = self._group(members, "gloo")
         return TorchAllToAll(self._torch, group, members, self.watch) if self.rank.number in members else None
 
     # --- the end ------------------------------------------------------------------------------------------
@@ -186,70 +196,6 @@ class Cluster:
                     remedy="Choose another port (`torchrun --master-port`), or end what listens there.",
                 ) from None
             raise _absent(self.rank, error) from None
-
-
-class TorchTransport(Transport):
-    """Point-to-point messages of a process group, on host memory.
-
-    Args:
-        module: torch.
-        following, before: ranks.
-        watch: knows why a connection broke.
-    """
-
-    def __init__(self, module: Any, following: int, before: int, watch: Watch) -> None:
-        self._torch, self._following, self._before, self._watch = module, following, before, watch
-
-    def send(self, header: Integers, payload: Bytes) -> Callable[[], None]:
-        try:
-            works = [self._isend(array) for array in (header, payload) if array.size]
-        except RuntimeError as error:
-            self._watch.raise_broken(error)
-
-        def wait() -> None:
-            try:
-                for work in works:
-                    work.wait()
-            except RuntimeError as error:
-                self._watch.raise_broken(error)
-
-        return wait
-
-    def _isend(self, array: Integers | Bytes) -> Any:
-        tensor: torch.Tensor = self._torch.from_numpy(array)
-        return self._torch.distributed.isend(tensor, self._following)
-
-    def receive(self, target: Integers | Bytes) -> None:
-        self._torch.distributed.recv(self._torch.from_numpy(target), self._before)
-
-
-class TorchAllToAll(AllToAll):
-    """All-to-all of a process group, on host memory.
-
-    Args:
-        module: torch.
-        group: the process group.
-        members: its ranks.
-        watch: knows why a connection broke.
-    """
-
-    def __init__(self, module: Any, group: Any, members: tuple[int, ...], watch: Watch) -> None:
-        self._torch, self._group, self.members, self._watch = module, group, members, watch
-
-    def exchange(self, parts: Sequence[Bytes], sizes: Sequence[int]) -> list[Bytes]:
-        sent = np.concatenate(parts)
-        received = np.empty(sum(sizes), dtype=np.uint8)
-        try:
-            self._torch.distributed.all_to_all_single(
-                self._torch.from_numpy(received),
-                self._torch.from_numpy(sent),
-                list(sizes),
-                [part.size for part in parts],
-                group=self._group,
-            )
-        except RuntimeError as error:
-            self._watch.raise_broken(error)
-        return np.split(received, np.cumsum(sizes[:-1]))
 
 
 def _exit_code(error: BaseException) -> int:

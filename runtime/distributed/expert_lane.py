@@ -14,7 +14,8 @@ from enum import IntEnum
 import numpy as np
 
 from engram_trt.configs.tensors import StageSpec
-from engram_trt.runtime.distributed.wire import Bytes, Integers, Item, Layout, MessageBuffer, refused
+from engram_trt.runtime.distributed.payload import Bytes
+from engram_trt.runtime.distributed.wire import Integers, Item, Layout, MessageBuffer, refused
 from engram_trt.runtime.experts.device_share import DeviceShare
 from engram_trt.runtime.experts.parcels import Parcel
 from engram_trt.runtime.experts.spread import ExpertGroup

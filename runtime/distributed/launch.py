@@ -113,7 +113,7 @@ def _run_joined(cluster: Cluster, request: LaunchRequest, body: Body) -> int:
     rank = cluster.rank
     engine, experts = _load(rank, artifact, deployment, placed, request.backend, pins=pins)
     with engine:
-        transport, routes = cluster.transport(), Routes(placed)
+        transport, routes = cluster.transport(engine.backend), Routes(placed)
         if experts is not None:
             experts.connect(cluster.lane, _suspecting(cluster))
         cluster.post(f"ready/{rank.number}", "")

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engram_trt.runtime.distributed.payload import Payload, settle
 from engram_trt.runtime.distributed.routes import Layouts
-from engram_trt.runtime.distributed.wire import HEADER_SLOTS, Bytes, Header, Integers, Op, refused
+from engram_trt.runtime.distributed.wire import HEADER_SLOTS, Header, Integers, Op, refused
 
 Deliver = Callable[["Message"], None]
 
@@ -18,32 +19,43 @@ Deliver = Callable[["Message"], None]
 class Transport(ABC):
     """Ordered delivery of arrays to the next rank, from the one before."""
 
+    def memory(self, num_bytes: int) -> Payload:
+        """Memory for the payload of messages, where this transport takes it from and puts it."""
+        return np.empty(num_bytes, dtype=np.uint8)
+
     @abstractmethod
-    def send(self, header: Integers, payload: Bytes) -> Callable[[], None]:
+    def send(self, header: Integers, payload: Payload) -> Callable[[], None]:
         """Begin to send the header, and the payload unless it is empty; both arrays stay as they are until the
         returned function has come back."""
 
     @abstractmethod
-    def receive(self, target: Integers | Bytes) -> None:
+    def receive(self, target: Integers | Payload) -> None:
         """Wait for the next array, of exactly this size."""
 
 
 class Slot:
-    """Memory of one session's incoming messages: one at a time, given back before the next is taken."""
+    """Memory of one session's incoming messages: one at a time, given back before the next is taken.
 
-    def __init__(self, num_bytes: int) -> None:
-        self.memory: Bytes = np.empty(num_bytes, dtype=np.uint8)
+    Args:
+        num_bytes: of the largest step.
+        allocate: gives memory of so many bytes.
+    """
+
+    def __init__(self, num_bytes: int, allocate: Callable[[int], Payload]) -> None:
+        self._allocate = allocate
+        self.memory = allocate(num_bytes)
         self._is_free = threading.Semaphore(1)
 
-    def take(self, num_bytes: int) -> Bytes:
+    def take(self, num_bytes: int) -> Payload:
         """Wait until the memory is free; it grows for what is longer than a step."""
         self._is_free.acquire()
         if num_bytes > self.memory.size:
-            self.memory = np.empty(num_bytes, dtype=np.uint8)
+            self.memory = self._allocate(num_bytes)
         return self.memory[:num_bytes]
 
     def give_back(self) -> None:
         """The message was read."""
+        settle(self.memory)
         self._is_free.release()
 
 
@@ -52,7 +64,7 @@ class Message:
     """A message that was received; to be given back once it is read."""
 
     header: Header
-    payload: Bytes
+    payload: Payload
     slot: Slot
 
     def give_back(self) -> None:
@@ -69,19 +81,19 @@ class Outbox:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._lock = threading.Lock()
-        self._memory: dict[int, Bytes] = {}
+        self._memory: dict[int, Payload] = {}
         self._waiting: dict[int, tuple[Callable[[], None], Integers]] = {}
 
-    def memory(self, chain: int, num_bytes: int) -> Bytes:
+    def memory(self, chain: int, num_bytes: int) -> Payload:
         """Where a session's next message is to be packed; waits until its last one has left."""
         waiting = self._waiting.pop(chain, None)
         if waiting is not None:
             waiting[0]()
         if chain not in self._memory or self._memory[chain].size < num_bytes:
-            self._memory[chain] = np.empty(num_bytes, dtype=np.uint8)
+            self._memory[chain] = self._transport.memory(num_bytes)
         return self._memory[chain][:num_bytes]
 
-    def send(self, header: Header, payload: Bytes | None = None) -> None:
+    def send(self, header: Header, payload: Payload | None = None) -> None:
         """Begin to send; the payload is the one from `memory`."""
         array = header.to_array()
         body = self.memory(header.chain, 0) if payload is None else payload
@@ -143,7 +155,7 @@ class Inbox:
         layout = self._layouts.of(header)
         header.require(layout)
         if header.op is Op.OPEN or header.chain not in self._slots:
-            self._slots[header.chain] = Slot(self._layouts.capacity(header))
+            self._slots[header.chain] = Slot(self._layouts.capacity(header), self._transport.memory)
         slot = self._slots[header.chain]
         payload = slot.take(layout.num_bytes)
         if layout.num_bytes:

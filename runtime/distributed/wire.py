@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from engram_trt.configs.errors import ClusterError
 from engram_trt.configs.tensors import ITEM_BYTES
+from engram_trt.runtime.distributed.payload import Bytes, DeviceBytes, LentBuffer, Payload, copy_tensor
 from engram_trt.runtime.stage_runners.contract import Array, Buffer, View
 from engram_trt.runtime.stage_runners.device_buffers import from_stored, stored_dtype, to_stored
 
@@ -23,7 +24,6 @@ HEADER_SLOTS = 24
 _FIXED = 8
 _ALIGNMENT = 64
 
-Bytes = npt.NDArray[np.uint8]
 Integers = npt.NDArray[np.int64]
 
 
@@ -77,24 +77,24 @@ class Layout:
         text = repr([(item.key, item.dtype, item.shape) for item in self.items])
         self.digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
-    def views(self, memory: Bytes) -> dict[str, View]:
+    def views(self, memory: Payload) -> dict[str, View]:
         """The tensors in a message's memory, by key."""
         return {
-            item.key: MessageBuffer(item.dtype, memory[offset : offset + item.num_bytes]).view(item.shape)
+            item.key: _buffer(item.dtype, memory[offset : offset + item.num_bytes]).view(item.shape)
             for item, offset in zip(self.items, self.offsets, strict=True)
         }
 
-    def pack(self, sources: Mapping[str, View], memory: Bytes) -> None:
+    def pack(self, sources: Mapping[str, View], memory: Payload) -> None:
         """Copy tensors into a message; ValueError for one of another shape or dtype."""
         for key, view in self.views(memory).items():
             source = sources[key]
             if source.buffer.dtype != view.buffer.dtype:
                 raise ValueError(f"{key}: {source.buffer.dtype} in place of {view.buffer.dtype}")
-            view.write(source.read())
+            copy_tensor(source, view)
 
 
 class MessageBuffer(Buffer):
-    """A tensor in a message's memory.
+    """A tensor in the host memory of a message.
 
     Args:
         dtype: of the tensor.
@@ -118,6 +118,10 @@ class MessageBuffer(Buffer):
 
     def read(self, shape: tuple[int, ...]) -> Array:
         return from_stored(self.dtype, self._stored[: prod(shape)]).reshape(shape)
+
+
+def _buffer(dtype: str, memory: Payload) -> Buffer:
+    return LentBuffer(dtype, memory) if isinstance(memory, DeviceBytes) else MessageBuffer(dtype, memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

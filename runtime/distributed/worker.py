@@ -8,6 +8,7 @@ from queue import SimpleQueue
 from time import perf_counter_ns
 
 from engram_trt.runtime.distributed.mail import Inbox, Message, Outbox, Transport
+from engram_trt.runtime.distributed.payload import copy_tensor
 from engram_trt.runtime.distributed.routes import Layouts, Routes
 from engram_trt.runtime.distributed.wire import Header, Layout, MessageBuffer, Op
 from engram_trt.runtime.engine import Engine
@@ -110,7 +111,7 @@ class Worker:
         # What this rank only passes on is read straight from the message, which stays until it was packed.
         arrived = self.routes.step_layout(self.rank - 1, sizes).views(message.payload)
         for key, view in bound.inputs.items():
-            view.write(arrived[key].read())
+            copy_tensor(arrived[key], view)
         self._note("take", started)
         bound.run({})
         started = perf_counter_ns()

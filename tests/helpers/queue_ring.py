@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,10 +16,12 @@ import torch
 
 from engram_trt.runtime.distributed.chain import Ring, RingChain
 from engram_trt.runtime.distributed.mail import Transport
+from engram_trt.runtime.distributed.payload import DeviceBytes, Payload
 from engram_trt.runtime.distributed.routes import Routes
 from engram_trt.runtime.distributed.worker import Worker
 from engram_trt.runtime.engine import Engine, EnginePart
 from engram_trt.runtime.placement import PlacedStages, pieces_of
+from engram_trt.runtime.stage_runners.device_backend import DeviceBackend
 from engram_trt.runtime.timeline import Timeline
 
 
@@ -40,6 +43,38 @@ class QueueTransport(Transport):
         target[:] = array
 
 
+class DeviceQueueTransport(QueueTransport):
+    """The same between GPUs of a recorded driver, whose memory is the host's: payloads are never host arrays.
+
+    Args:
+        outgoing, incoming: queues.
+        backend: of the GPU.
+    """
+
+    def __init__(self, outgoing: SimpleQueue[Any], incoming: SimpleQueue[Any], backend: DeviceBackend) -> None:
+        super().__init__(outgoing, incoming)
+        self.backend = backend
+
+    def memory(self, num_bytes: int) -> Payload:
+        owner = np.full(max(num_bytes, 1), 0xA5, dtype=np.uint8)
+        return DeviceBytes(owner.ctypes.data, num_bytes, self.backend.driver, self.backend.stream, owner)
+
+    def send(self, header: Any, payload: Any) -> Callable[[], None]:
+        self.outgoing.put(header.copy())
+        if payload.size:
+            payload.settle()
+            self.outgoing.put(np.frombuffer(ctypes.string_at(payload.address, payload.size), dtype=np.uint8))
+        return lambda: None
+
+    def receive(self, target: Any) -> None:
+        if not isinstance(target, DeviceBytes):
+            super().receive(target)
+            return
+        array = self.incoming.get()
+        assert array.size == target.size
+        ctypes.memmove(target.address, array.ctypes.data, target.size)
+
+
 def raise_it(error: Exception) -> None:
     raise error
 
@@ -51,6 +86,7 @@ def ring_engine(
     spans: list[str] | None = None,
     workers: list[Worker] | None = None,
     rings: list[Ring] | None = None,
+    transport_of: Callable[[SimpleQueue[Any], SimpleQueue[Any]], Transport] = QueueTransport,
 ) -> Iterator[Engine]:
     """Rank 0's engine of a chain whose other ranks are threads.
 
@@ -60,6 +96,7 @@ def ring_engine(
         spans: receives what the other ranks publish.
         workers: receives the other ranks.
         rings: receives rank 0's end.
+        transport_of: outgoing and incoming queue -> a rank's transport.
     """
     queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in placed]
     routes, runners = Routes(placed), {runner.spec.name: runner for runner in whole.runners}
@@ -70,14 +107,14 @@ def ring_engine(
         engines.append(replace(whole, stages=range_.stages, parts=(part,), timeline=Timeline(number)))
     threads = []
     for rank in range(1, len(placed)):
-        transport = QueueTransport(queues[rank], queues[rank - 1])
+        transport = transport_of(queues[rank], queues[rank - 1])
         publish = raise_it if spans is None else spans.append
         worker = Worker(engines[rank], routes, rank, transport, raise_it, publish)  # type: ignore[arg-type]
         if workers is not None:
             workers.append(worker)
         threads.append(threading.Thread(target=_serve_on_one_core, args=(worker,), daemon=True))
         threads[-1].start()
-    ring = Ring(routes, tuple(sorted(whole.symbol_limits)), QueueTransport(queues[0], queues[-1]), raise_it)
+    ring = Ring(routes, tuple(sorted(whole.symbol_limits)), transport_of(queues[0], queues[-1]), raise_it)
     first = replace(engines[0], open_chain=lambda engine, sizes: RingChain(engine, sizes, ring))
     if spans is not None:
         ring.record(is_on=True)

@@ -2,73 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import onnxruntime
 import pytest
 from cuda_recorder import RecordedDriver
 from onnx import helper, parser, save
+from pretended_sessions import PretendedSession, RealSession
 
 from engram_trt.configs.errors import ArtifactError, BackendError
 from engram_trt.runtime.artifact import Artifact
 from engram_trt.runtime.cuda_driver import CudaDriver
 from engram_trt.runtime.session import Session
 from engram_trt.runtime.stage_runners import onnxruntime_cuda
-from engram_trt.runtime.stage_runners.onnxruntime_cuda import PROVIDER, OnnxRuntimeCudaBackend
-
-RealSession = onnxruntime.InferenceSession
-
-
-class HostBinding:
-    """Takes device addresses, which the recorded driver has in host memory."""
-
-    def __init__(self, binding: Any, bound: list[tuple[Any, ...]]) -> None:
-        self.binding, self.bound = binding, bound
-
-    def bind_input(self, name: str, device: str, *place: Any) -> None:
-        self.bound.append((name, device, *place))
-        self.binding.bind_input(name, "cpu", 0, *place[1:])
-
-    def bind_output(self, name: str, device: str, *place: Any) -> None:
-        self.bound.append((name, device, *place))
-        self.binding.bind_output(name, "cpu", 0, *place[1:])
-
-
-class PretendedSession:
-    """A session of the CPU that says it runs on a GPU."""
-
-    providers: ClassVar[list[Any]] = []
-    bound: ClassVar[list[tuple[Any, ...]]] = []
-
-    def __init__(self, path: str, options: Any, providers: Sequence[Any]) -> None:
-        PretendedSession.providers.append(providers[0])
-        self.session = RealSession(path, options, providers=["CPUExecutionProvider"])
-        self.get_inputs, self.get_outputs = self.session.get_inputs, self.session.get_outputs
-
-    def get_providers(self) -> list[str]:
-        return [PROVIDER, "CPUExecutionProvider"]
-
-    def io_binding(self) -> HostBinding:
-        return HostBinding(self.session.io_binding(), PretendedSession.bound)
-
-    def run_with_iobinding(self, binding: HostBinding) -> None:
-        self.session.run_with_iobinding(binding.binding)
-
-
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedDriver]:
-    found = RecordedDriver(num_devices=2)
-    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [PROVIDER, "CPUExecutionProvider"])
-    monkeypatch.setattr(onnxruntime, "InferenceSession", PretendedSession)
-    monkeypatch.setattr(CudaDriver, "open", classmethod(lambda cls, ordinal=0: CudaDriver(found, ordinal)))
-    PretendedSession.providers.clear()
-    PretendedSession.bound.clear()
-    yield found
-    assert found.unguarded == []
-    assert found.depth == 0
+from engram_trt.runtime.stage_runners.onnxruntime_cuda import OnnxRuntimeCudaBackend
 
 
 def steps(session: Session) -> list[np.ndarray[Any, Any]]:

@@ -124,7 +124,6 @@ def test_lookups_of_all_layers_start_after_the_hash_and_late_rows_are_waited_for
                 gather(*arguments)
 
             store.tables[layer_id].gather = late  # type: ignore[method-assign]
-            store.tables[layer_id].is_at_hand = lambda ids: False  # type: ignore[method-assign]
 
         for layer_id in LAYERS:
             held_back(layer_id)

@@ -200,54 +200,6 @@ def test_fetches_on_every_thread_of_the_pool_do_not_wait_for_each_other(
     store.close()
 
 
-@pytest.mark.parametrize("name", ["mmap", "packed"])
-def test_rows_at_hand_are_fetched_without_a_thread_where_stages_need_the_cores(
-    name: str,
-    checkpoint: Checkpoint,
-    layer_id: int,
-    packed_folder: Path,
-    truth: Values,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    placement = EngramPlacement(residency=name, packed_folder=str(packed_folder), cache_mib=0)
-    handed_over: list[int] = []
-
-    def opened(binds_host: bool) -> EngramStore:
-        store = open_store(checkpoint, placement, BACKEND, binds_host=binds_host)
-        submit = store._pool.submit
-        monkeypatch.setattr(store._pool, "submit", lambda *work: (handed_over.append(1), submit(*work))[1])
-        return store
-
-    def fetched(store: EngramStore, ids: npt.NDArray[np.int64]) -> Any:
-        shape = store.shape(layer_id)
-        rows, scales = (np.empty((ids.size, n), np.uint8) for n in (shape.row_bytes, shape.scale_bytes))
-        found = store.submit(layer_id, ids, rows, scales).result(timeout=60)
-        assert np.array_equal(rows[found.positions], truth[0][ids])
-        assert np.array_equal(scales[found.positions], truth[1][ids])
-        return found
-
-    ids = np.array([[3, 1, 3], [5, 200, 1]])
-    store = opened(binds_host=True)
-    expected = fetched(store, ids)
-    if name == "mmap":  # opening a packed table has compared rows all over it
-        assert handed_over == [1]
-    handed_over.clear()
-    assert fetched(store, ids).counters == expected.counters
-    assert handed_over == []
-    fetched(store, np.tile(ids, (engram_store.AT_ONCE_ROWS // 6 + 1, 1)))
-    assert handed_over == [1]
-    for wrong in (-1, store.shape(layer_id).num_rows, 2**40):
-        with pytest.raises(RequestError, match=f"row id {wrong}"):
-            fetched(store, np.array([1, wrong]))
-    store.close()
-    handed_over.clear()
-    store = opened(binds_host=False)
-    for _ in range(2):
-        fetched(store, ids)
-    assert handed_over == [1, 1]  # a device has cores of its own
-    store.close()
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.booleans())
 def test_distinct_ids_are_those_of_numpy(some: list[int], ascending: bool) -> None:

@@ -139,10 +139,6 @@ class MappedFile:
         """
         self.populate(self.request(offsets, num_bytes))
 
-    def is_known(self, offsets: Offsets) -> bool:
-        """Whether this process has had the pages at all offsets, [n], of the file; they may have gone since."""
-        return bool(self._known[offsets >> _PAGE_SHIFT].all())
-
     def request(self, offsets: Offsets, num_bytes: int | Offsets) -> Pending | None:
         """Start reading what is not known to be present, all at once.
 

@@ -148,8 +148,7 @@ def open_store(
         checkpoint: has the tables.
         placement: where each goes.
         backend: holds the parts of sharded tables.
-        binds_host: the back end runs on this CPU: `host` tables are bound whole, and its stages need the cores that
-            fetches run on.
+        binds_host: the back end can bind host memory as a table; `host` tables are then bound whole.
         digests: checkpoint tensor name -> SHA-256 of its bytes, where known.
         only_layers: leave the tables of other layers alone.
 
@@ -192,6 +191,5 @@ def open_store(
         num_threads=placement.num_threads,
         cache_bytes=placement.cache_mib << 20,
         cached=frozenset(layer_id for layer_id, name in residencies.items() if name in ("mmap", "packed")),
-        shares_cores=binds_host,
         on_close=files.close,
     )

@@ -184,12 +184,6 @@ class PackedTable(Table):
     def check(self) -> None:
         self._file.check()
 
-    def is_at_hand(self, ids: Ids) -> bool:
-        try:
-            return self._file.is_known(self._offsets(ids))
-        except IndexError:
-            return False
-
     def prepare(self, ids: Ids) -> None:
         try:
             self._file.require(self._offsets(ids), self.shape.record_bytes)

@@ -27,10 +27,16 @@ IDS, ROWS, SCALES = "engram_ids", "engram_rows", "engram_scales"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Staged:
-    """One layer's host memory and the back end's buffers behind it; all at the largest size of a step."""
+    """One layer's host memory and the back end's buffers behind it; all at the largest size of a step.
+
+    Attributes:
+        rows, scales: [n, width], where a fetch puts them.
+        is_direct: that is the memory of the buffers, so nothing has to be copied on.
+    """
 
     rows: Bytes
     scales: Bytes
+    is_direct: bool
     ids_buffer: Buffer
     rows_buffer: Buffer
     scales_buffer: Buffer
@@ -118,8 +124,9 @@ class EngramStaging:
             waited = (perf_counter() - started) * 1e3
             del self._pending[layer_id]
             count = fetched.num_rows
-            staged.rows_buffer.write(staged.rows[:count].view(np.int8))
-            staged.scales_buffer.write(staged.scales[:count].view(np.int8))
+            if not staged.is_direct:
+                staged.rows_buffer.write(staged.rows[:count].view(np.int8))
+                staged.scales_buffer.write(staged.scales[:count].view(np.int8))
             ids_view.write(fetched.positions)
             self.counters[layer_id] = replace(fetched.counters, wait_ms=waited)
 
@@ -139,10 +146,25 @@ def _reading_layer(stage: StageSpec) -> int | None:
 
 def _allocate(store: EngramStore, layer_id: int, backend: Backend, num_ids: int) -> _Staged:
     shape = store.shape(layer_id)
+    widths = shape.row_bytes, shape.scale_bytes
+    buffers = [backend.allocate("int8", num_ids * width) for width in widths]
+    own = [_memory(buffer, (num_ids, width)) for buffer, width in zip(buffers, widths, strict=True)]
+    host = [
+        np.zeros((num_ids, width), np.uint8) if found is None else found
+        for found, width in zip(own, widths, strict=True)
+    ]
     return _Staged(
-        rows=np.zeros((num_ids, shape.row_bytes), dtype=np.uint8),
-        scales=np.zeros((num_ids, shape.scale_bytes), dtype=np.uint8),
+        rows=host[0],
+        scales=host[1],
+        is_direct=all(found is not None for found in own),
         ids_buffer=backend.allocate("int64", num_ids),
-        rows_buffer=backend.allocate("int8", num_ids * shape.row_bytes),
-        scales_buffer=backend.allocate("int8", num_ids * shape.scale_bytes),
+        rows_buffer=buffers[0],
+        scales_buffer=buffers[1],
     )
+
+
+def _memory(buffer: Buffer, shape: tuple[int, int]) -> Bytes | None:
+    """A buffer's own memory, if the host can write to it; None where reading makes a copy."""
+    found = buffer.read(shape)
+    is_own = found.flags.writeable and np.shares_memory(found, buffer.read(shape))
+    return found.view(np.uint8) if is_own else None

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from engram_trt.configs.errors import RequestError, UserError
+from engram_trt.configs.errors import RequestError
 from engram_trt.runtime.engram.bfloat16_rows import dequantize_rows
 from engram_trt.runtime.engram.cache import HotRows
 from engram_trt.runtime.engram.compiled import compiled_convert
@@ -22,8 +22,6 @@ from engram_trt.runtime.engram.tables import Ids, Table, TableShape
 
 SPLIT_ROWS = 2048
 """Rows that are worth another thread."""
-AT_ONCE_ROWS = 256
-"""So many rows in memory are sooner fetched than handed to a thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +88,6 @@ class EngramStore:
         num_threads: threads of the pool.
         cache_bytes: memory of each hot-row cache; 0 for none.
         cached: layers that get one.
-        shares_cores: stages run on the same cores as the pool, not on a device; see `submit`.
     """
 
     def __init__(
@@ -102,12 +99,11 @@ class EngramStore:
         num_threads: int = 2,
         cache_bytes: int = 0,
         cached: frozenset[int] = frozenset(),
-        shares_cores: bool = False,
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self.tables, self.direct = dict(tables), direct
         self.residencies = dict(residencies or {})
-        self.num_threads, self.shares_cores = num_threads, shares_cores
+        self.num_threads = num_threads
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="engram")
         self._caches = {layer_id: HotRows(tables[layer_id].shape, cache_bytes) for layer_id in cached if cache_bytes}
         self._totals = dict.fromkeys(self.tables, FetchCounters())
@@ -124,20 +120,8 @@ class EngramStore:
         return self.tables[layer_id].shape
 
     def submit(self, layer_id: int, ids: Ids, rows: Bytes, scales: Bytes) -> Future[Fetched]:
-        """`fetch` on the pool; ids and buffers must not change until it is done.
-
-        Where stages run on the cores that the pool has, a few rows that are at hand are fetched before this
-        returns: waking a thread would take longer from the stages than the fetch.
-        """
-        is_small = self.shares_cores and ids.size <= AT_ONCE_ROWS
-        if not (is_small and self.tables[layer_id].is_at_hand(ids.reshape(-1))):
-            return self._pool.submit(self.fetch, layer_id, ids, rows, scales)
-        done: Future[Fetched] = Future()
-        try:
-            done.set_result(self.fetch(layer_id, ids, rows, scales))
-        except UserError as error:
-            done.set_exception(error)
-        return done
+        """`fetch` on the pool; ids and buffers must not change until it is done."""
+        return self._pool.submit(self.fetch, layer_id, ids, rows, scales)
 
     def fetch(self, layer_id: int, ids: Ids, rows: Bytes, scales: Bytes) -> Fetched:
         """Deliver the distinct rows of some ids, in the order of the file.

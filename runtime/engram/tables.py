@@ -70,10 +70,6 @@ class Table(ABC):
     def check(self) -> None:  # noqa: B027 - memory does not change behind one's back
         """Refuse a source that changed since it was opened; CheckpointError."""
 
-    def is_at_hand(self, ids: Ids) -> bool:
-        """Whether rows, [n] int64, are likely to be in memory: a hint. Rows outside a table never are."""
-        return True
-
     def gather(self, ids: Ids, rows: Bytes, scales: Bytes) -> None:
         """`prepare`, then `copy`.
 
@@ -159,13 +155,6 @@ class MappedTable(Table):
     def check(self) -> None:
         for group in self._groups:
             group.file.check()
-
-    def is_at_hand(self, ids: Ids) -> bool:
-        try:
-            # Rows of one page have scales of one page, but for a few, and both are had together.
-            return self._rows.file.is_known(self._rows.starts(ids))
-        except IndexError:
-            return False
 
     def prepare(self, ids: Ids) -> None:
         # All pages are asked for before any is waited for.

@@ -125,15 +125,22 @@ class LaneGroup(ExpertGroup):
         self.shares, self._ranks, self._layouts, self._own, self._rank = shares, ranks, layouts, own, rank
         self.lane: AllToAll | None = None
         """Connected when all ranks have loaded; None where this rank alone has experts."""
+        self._is_under_way = False
         self._lock = threading.Lock()
 
     def run(self, stage: str, shape: tuple[int, int], parcels: Sequence[Parcel]) -> list[Array]:
         with self._lock:
+            if self._is_under_way:
+                raise refused("a request behind one that was broken off", "one whose answers were taken")
+            self._is_under_way = self.lane is not None
             sent = dict(zip(self._ranks, parcels, strict=True))
             mine = sent.pop(self._rank, None)
             self._send(stage, shape, sent)
-            own = [] if mine is None or self._own is None else [self._own.run(stage, shape, mine)]
-            found = self._receive(sent)
+            try:
+                own = [] if mine is None or self._own is None else [self._own.run(stage, shape, mine)]
+            finally:  # the others send their answers whatever happens here
+                found = self._receive(sent)
+                self._is_under_way = False
         return [own[0] if rank == self._rank else found[rank] for rank in self._ranks]
 
     def _send(self, stage: str, shape: tuple[int, int], sent: dict[int, Parcel]) -> None:

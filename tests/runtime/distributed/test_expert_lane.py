@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from engram_trt.export.torch_runner import TorchBackend
 from engram_trt.runtime.distributed.expert_lane import AllToAll, LaneLayouts
 from engram_trt.runtime.distributed.rank_experts import RankExperts
 from engram_trt.runtime.engine import Engine
+from engram_trt.runtime.experts.device_share import DeviceShare
 from engram_trt.runtime.experts.parcels import expert_shares
 from engram_trt.runtime.placement import PlacedStages
 from engram_trt.runtime.session import Session
@@ -108,6 +110,25 @@ def test_ranks_that_ask_each_other_at_the_same_time(whole: Engine, split: Engine
 def _single_threaded(engine: Engine, start: int) -> np.ndarray:
     torch.set_num_threads(1)
     return logits(engine, start)
+
+
+def test_a_failure_at_home_leaves_the_lane_in_step(
+    whole: Engine, split: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is undone, the answers of the others are taken, and the next step is right."""
+    expected = logits(whole)
+    with spread(split, (0, 1), (0,)) as engines:
+        own, failures = DeviceShare.run, [MemoryError("no room")]
+
+        def run(self: DeviceShare, *arguments: Any) -> np.ndarray:
+            if self.backend is engines[0].backend and failures:
+                raise failures.pop()
+            return own(self, *arguments)
+
+        monkeypatch.setattr(DeviceShare, "run", run)
+        with pytest.raises(MemoryError, match="no room"):
+            logits(engines[0])
+        np.testing.assert_array_equal(logits(engines[0]), expected)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import BinaryIO
 
 _ZEROS = bytes(1 << 20)
+_COPY_BYTES = 8 << 20
 
 Buffer = bytes | bytearray | memoryview
 
@@ -93,3 +94,15 @@ class DigestedWriter:
     ) -> None:
         self._pool.shutdown()
         self._file.close()
+
+
+def copy_digested(source: Path, target: Path) -> str:
+    """Copy a file and wait until it is on the disk; the SHA-256 (hex) of what was copied.
+
+    Raises:
+        OSError: one cannot be read, the other not be written.
+    """
+    with source.open("rb", buffering=0) as file, DigestedWriter(target) as copy:
+        while block := file.read(_COPY_BYTES):
+            copy.write(block)
+        return copy.finish()

@@ -14,6 +14,7 @@ from engram_trt.configs.errors import ArtifactError
 _EXPECTED = {
     errno.ENOSPC: "a disk with room",
     errno.EDQUOT: "room within the quota",
+    errno.EFBIG: "files of any size (`ulimit -f`)",
     errno.EROFS: "a disk that may be written to",
     errno.EACCES: "a folder that may be written to",
     errno.EPERM: "a folder that may be written to",

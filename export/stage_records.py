@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from engram_trt.configs.artifact import MANIFEST_NAME, FileRecord, Manifest, ResidentRecord, StageRecord
 from engram_trt.configs.errors import ArtifactError, UserError
 from engram_trt.configs.tensors import StageSpec
-from engram_trt.export.atomic_folder import copy_durably, sync_folder, write_atomically
+from engram_trt.export.atomic_folder import sync_folder, write_atomically
+from engram_trt.export.digested_writer import copy_digested
 from engram_trt.export.onnx_export import StageFiles
 from engram_trt.export.residents import RESIDENTS_FOLDER
 from engram_trt.runtime.stage_runners.tensorrt_manifest import ENGINES_FOLDER
@@ -120,10 +121,11 @@ class StageStore:
         return True
 
     def _take_over(self, record: Record, record_path: Path, *files: FileRecord) -> Record | None:
-        """Copy files of the older artefact; None if they are damaged."""
+        """Copy files of the older artefact; None if they are not what it says they are, so that they are made again."""
         try:
             for item in files:
-                copy_durably(item.locate(self.out), self.work / item.path)
+                if copy_digested(item.locate(self.out), self.work / item.path) != item.sha256:
+                    return None
         except ArtifactError:
             return None
         self._write(record_path, record.to_json())

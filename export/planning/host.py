@@ -13,7 +13,7 @@ from engram_trt.export.write_limits import PAGES_KEPT_BYTES, WriteLimits
 
 GIB = 1 << 30
 
-TOOLCHAIN_BYTES = 430 << 20
+TOOLCHAIN_BYTES = 415 << 20
 """Resident memory of an export with torch, onnx and a few graphs, and no weight read yet."""
 NAME_BYTES = 1200
 """What it adds for every tensor of the checkpoint: names, shapes, places."""

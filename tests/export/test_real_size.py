@@ -187,6 +187,9 @@ def test_a_layer_is_exported_and_run_in_bounded_memory(tmp_path: Path) -> None:
     exported = measured(EXPORT, *arguments)
     assert exported["result"] == 0
     assert int(str(exported["peak_bytes"])) < 2 * GIB
+    deployment = DeploymentConfig(limits=Limits(max_batch=1, max_step_tokens=16, max_context=64, max_rollback=4))
+    plan = Plan.of(PlanRequest(facts=model_facts(str(checkpoint)), deployment=deployment, num_gpus=0))
+    assert int(str(exported["peak_bytes"])) == pytest.approx(plan.export()["memory_bytes"], rel=0.1)
     found = measured(RUN, artifact, HELPERS)
     result = found["result"]
     assert isinstance(result, dict)
@@ -196,8 +199,6 @@ def test_a_layer_is_exported_and_run_in_bounded_memory(tmp_path: Path) -> None:
     stacked = tmp_path / "stacked"
     measured(EXPORT, "export", checkpoint, "--out", stacked, "--layers", SOURCE)
     found = measured(RUN_STACKED, stacked, HELPERS)
-    deployment = DeploymentConfig(limits=Limits(max_batch=1, max_step_tokens=16, max_context=64, max_rollback=4))
-    plan = Plan.of(PlanRequest(facts=model_facts(str(checkpoint)), deployment=deployment, num_gpus=0))
     assert int(str(found["peak_bytes"])) == pytest.approx(plan.host()["total"], rel=0.1)
     shutil.rmtree(stacked)
     shutil.rmtree(checkpoint)

@@ -286,6 +286,23 @@ def test_levels_of_verification(copied: Path, tmp_path: Path) -> None:
             Artifact.open(artifact, verify=level)
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    [f"residents/layers.{LAYER}.experts_w1.bin", f"stages/block_{LAYER:02d}.data", f"stages/block_{LAYER:02d}.onnx"],
+)
+def test_exporting_again_mends_a_damaged_artefact(
+    copied: Path, tiny_checkpoint: Path, tmp_path: Path, damaged: str
+) -> None:
+    """Files of the old artefact are taken over only if they are what it says they are."""
+    out = Path(shutil.copytree(copied, tmp_path / "artefact"))
+    flip(out / damaged)
+    with pytest.raises(ArtifactError, match="Export the checkpoint again"):
+        Artifact.open(out)
+    export(tiny_checkpoint, out, copy_experts=True)
+    Artifact.open(out, verify="full")
+    assert (out / damaged).read_bytes() == (copied / damaged).read_bytes()
+
+
 def test_full_verification_reads_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "artefact"
     export(checkpoint, out)

@@ -169,6 +169,11 @@ class MappedFile:
             return Pending(ranges=ranges, pages=None, indices=None)
         pages = pages.reshape(2, -1)
         unknown = np.flatnonzero(~(known[0] & known[1]))
+        asked = pages[:, unknown]
+        # Neighbours in an ascending order often lie in one page.
+        is_new = np.ones(unknown.size, dtype=np.bool_)
+        np.any(asked[:, 1:] != asked[:, :-1], axis=0, out=is_new[1:])
+        unknown = unknown[is_new]
         self._advice.start_reading(ranges[unknown])
         if is_small:
             return Pending(ranges=ranges, pages=pages, indices=None)

@@ -182,7 +182,7 @@ def _resolved(path: Path) -> Path:
     if not root.is_dir():
         raise CheckpointError(
             str(path),
-            found="no such folder",
+            found="a file" if root.is_file() else "no such folder",
             expected="a checkpoint folder",
             remedy="Check the path; `engram-trt synth` writes a synthetic checkpoint.",
         )

@@ -194,6 +194,18 @@ def test_stages_written_by_processes_are_the_same(tiny_checkpoint: Path, tmp_pat
     assert [stage.onnx.sha256 for stage in alone.stages] == [stage.onnx.sha256 for stage in spread.stages]
 
 
+def test_a_damaged_weight_is_named_by_whichever_process_reads_it(checkpoint: Path, tmp_path: Path) -> None:
+    entry = Checkpoint.open(checkpoint).entry(f"layers.{LAYER}.attn.wq_a.scale")
+    with entry.shard.open("r+b") as file:
+        file.seek(entry.offset)
+        file.write(b"\xff")
+    with pytest.raises(CheckpointError) as caught:
+        export(checkpoint, tmp_path / "artefact", layers=(LAYER, LAYER + 2), limits=WriteLimits(jobs=2))
+    assert caught.value.where == f"{entry.shard}: {entry.name}"
+    assert caught.value.found == "scale byte 255 (not a number) in row 0, block 0"
+    assert not (tmp_path / "artefact").exists()
+
+
 # --- disks and checkpoints that change --------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engram_trt.configs.deployment import DeploymentConfig
-from engram_trt.configs.tensors import StageSpec
+from engram_trt.configs.tensors import ITEM_BYTES, StageSpec
 from engram_trt.export.planning.ceilings import ASSUMED, CPU, GPU, Ceilings
 from engram_trt.export.planning.devices import DevicePlan, device_phases, residency_of, spread_stages, traffic
 from engram_trt.export.planning.facts import ModelFacts
@@ -16,8 +16,6 @@ from engram_trt.export.planning.host import build_needs, export_needs, run_needs
 from engram_trt.export.planning.session_bytes import cache_rates
 from engram_trt.export.planning.stage_bytes import StageBytes, chain_bytes
 from engram_trt.export.stages.interfaces import chain_specs
-
-FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +210,10 @@ class Plan:
             for stage in self.stages
         )
         blocks = sum(1 for stage in self.stages if stage.expert_bytes)
-        exchanged = blocks * 2 * config.dim * FLOAT_BYTES * (ranks - 1) // ranks
+        # At most: a token goes once to each device, and one output for each expert elsewhere comes back.
+        chosen, item = config.n_activated_experts, ITEM_BYTES[request.deployment.dtype]
+        rows_moved = min(chosen, ranks - 1) + chosen * (ranks - 1) // ranks
+        exchanged = blocks * rows_moved * config.dim * item
         return {
             "pipeline": {
                 "devices_used": len(self.devices),

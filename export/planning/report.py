@@ -109,7 +109,7 @@ def _time_lines(document: Mapping[str, Any]) -> Iterator[str]:
     )
     if spread["devices_used"] > 1:
         yield (
-            f"  experts spread over {spread['devices_used']} devices instead (not built): "
+            f"  experts spread over {spread['devices_used']} devices (`experts` in the deployment): "
             f"{milliseconds(spread['token_us'])}, {gib(spread['bytes_per_device'])} GiB a device, "
             f"{spread['exchanged_bytes_per_token']:,} bytes in {spread['exchanges_per_token']} exchanges a token"
         )

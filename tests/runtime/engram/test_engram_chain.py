@@ -17,8 +17,10 @@ from engram_trt.configs.errors import CheckpointError, DeploymentError, Tokenize
 from engram_trt.configs.preset_files import model_preset
 from engram_trt.runtime.artifact import Artifact
 from engram_trt.runtime.engine import Engine
+from engram_trt.runtime.engram import staging
 from engram_trt.runtime.engram.packing import pack_table
 from engram_trt.runtime.session import Session
+from engram_trt.runtime.stage_runners.onnxruntime import OnnxRuntimeBackend
 
 LAYERS = (1, 4)
 COLUMNS = 12
@@ -138,6 +140,28 @@ def test_lookups_of_all_layers_start_after_the_hash_and_late_rows_are_waited_for
         assert np.array_equal(answers[0], expected)
         assert session.engram is not None
         assert session.engram.counters[1].wait_ms > 0
+
+
+def test_rows_go_into_the_memory_of_a_buffer_where_the_host_can_write_to_it() -> None:
+    backend = OnnxRuntimeBackend({}, lambda spec, binding: np.zeros(0, dtype=np.int8))
+    buffer = backend.allocate("int8", 64)
+    memory = staging._memory(buffer, (2, 32))
+    assert memory is not None
+    memory[1, 3] = 200
+    assert buffer.read((64,))[35] == 200 - 256
+    read = buffer.read
+    buffer.read = lambda shape: read(shape).copy()  # type: ignore[method-assign]
+    assert staging._memory(buffer, (2, 32)) is None
+
+
+def test_rows_are_copied_on_where_the_host_cannot(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = []
+    for _ in range(2):
+        with artifact.engine(engram=EngramPlacement(residency="mmap")) as engine:
+            session = Session(engine)
+            logits.append(session.prefill(session.add(), [5, 6, 7, 8]))
+        monkeypatch.setattr(staging, "_memory", lambda buffer, shape: None)
+    assert np.array_equal(*logits)
 
 
 @pytest.fixture

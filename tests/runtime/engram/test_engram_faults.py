@@ -8,7 +8,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +102,44 @@ def test_a_table_of_101_gb_opens_at_once_and_is_addressed_with_64_bits(tmp_path:
     rows, _ = fetch(store, spread)
     assert not rows[:-1].any()
     assert rows[-1].tobytes() == written[-1][0]
+    store.close()
+
+
+def test_random_rows_are_read_without_those_behind_them(tmp_path: Path) -> None:
+    """The kernel says of every mapping whether it reads ahead: `rr` is random read."""
+    path = tmp_path / "shard.safetensors"
+    store = store_over(path, sparse_table(path, 5000))
+    (mapping,) = Path("/proc/self/smaps").read_text().split(f"{path}\n")[1:]
+    (flags,) = [line for line in mapping.splitlines() if line.startswith("VmFlags")][:1]
+    assert "rr" in flags.split()
+    store.close()
+
+
+def test_a_page_that_neighbours_share_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "shard.safetensors"
+    table = sparse_table(path, 20000)
+    written = write_row(*table[1:], 9000)
+    store = store_over(path, table)
+    asked: list[int] = []
+    populate = engram_files._Advice.populate
+
+    def watch(self: Any, ranges: Any) -> None:
+        asked.append(len(ranges))
+        populate(self, ranges)
+
+    monkeypatch.setattr(engram_files._Advice, "populate", watch)
+    rows = np.empty((10000, WIDTH), np.uint8), np.empty((10000, GROUPS), np.uint8)
+    store.tables[1].gather(np.arange(10000), *rows)
+    spans = set()
+    for entry in table[1:]:
+        width = entry.shape[1]
+        for row in range(10000):
+            start = entry.offset + row * width
+            spans.add((entry.name, start // 4096, (start + width - 1) // 4096))
+    assert asked == [len(spans)]
+    assert rows[0][9000].tobytes() == written[0]
+    store.tables[1].gather(np.arange(10000), *rows)
+    assert asked == [len(spans)]  # all are known
     store.close()
 
 
@@ -261,6 +302,36 @@ def test_too_little_memory_is_said_with_numbers_before_anything_is_read(
         with pytest.raises(DeploymentError, match=r"found (50,000,000,000|[\d,]+) bytes of memory available") as caught:
             load_host_table(shape, never, identity=str(tmp_path), num_threads=1, share=share)
         assert "101,380,404,048 for the table" in str(caught.value)  # spec 7: bytes of the table of layer 14
+
+
+def test_parts_fill_side_by_side_and_tell_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, *entries = sparse_table(tmp_path / "shard", 5000)
+    features, _ = write_row(*entries, 4999)
+    monkeypatch.setattr(engram_host, "_PART_BYTES", 100_000)
+    told: list[int] = []
+
+    @contextmanager
+    def bar(label: str, num_bytes: int, smallest: int = 0) -> Iterator[Callable[[int], None]]:
+        assert (label, num_bytes) == ("Engram table of layer 1", 5000 * (WIDTH + GROUPS))
+        yield told.append
+
+    monkeypatch.setattr(engram_host, "byte_bar", bar)
+    together = threading.Barrier(2)
+
+    def parts(*out: Any) -> Any:
+        found = shard_parts(tuple(entries), *out)
+        assert len(found) == 14  # 13 of features, 1 of scales
+
+        def meet(part: Callable[[], int]) -> int:
+            together.wait(timeout=60)  # broken if parts come one by one
+            return part()
+
+        return [partial(meet, part) for part in found]
+
+    table = load_host_table(shape, parts, identity="x", num_threads=2, share=False)
+    assert sum(told) == shape.num_bytes
+    assert table.rows[4999].tobytes() == features
+    table.close()
 
 
 def test_the_memory_limit_of_a_control_group_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "host from packed": {"residency": "host", "share_host": False},
     "shared host": {"residency": "host"},
     "3 row shards": {"residency": "device", "num_shards": 3},
+    "3 row shards from packed": {"residency": "device", "num_shards": 3},
     "5 column shards": {"residency": "device", "num_shards": 5, "shard_by": "columns"},
 }
 

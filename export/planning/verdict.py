@@ -63,7 +63,8 @@ def options(plan: Plan) -> list[Option]:
 
     Residency never changes a result, so it comes first. Then what needs the fewest halvings of step tokens (which
     slows the prefill), batch and context (which takes something from the users), one alone or several together;
-    of one alone the largest value that fits. More devices come last.
+    of one alone the largest value that fits. More devices come behind
+    these, and last the experts on all devices: that takes an export of its own, and three exchanges a layer.
     """
     request = plan.request
     limits = request.deployment.limits
@@ -86,7 +87,7 @@ def options(plan: Plan) -> list[Option]:
         if then != now and option not in [known for _, known in found]:
             found.append((ceil(log2(now[number] / then[number])), option))
     ordered = [option for _, option in sorted(found, key=lambda pair: pair[0])]
-    return ordered + list(_more_devices(plan))
+    return [*ordered, *_more_devices(plan), *_spread_experts(plan)]
 
 
 _SETTINGS = ("step tokens", "batch", "context")
@@ -168,6 +169,15 @@ def _largest(plan: Plan, now: Values, number: int) -> Values:
         else:
             failing = middle
     return values(fitting)
+
+
+def _spread_experts(plan: Plan) -> Iterator[Option]:
+    request, devices = plan.request, tuple(device.name for device in plan.devices)
+    if len(devices) < 2 or request.deployment.experts:
+        return
+    deployment = replace(request.deployment, devices=devices, stages=(), experts=devices)
+    if not shortfalls(Plan.of(replace(request, deployment=deployment))):
+        yield Option(setting="experts", now="with their layers", then=f"shared by {len(devices)} devices")
 
 
 def _with_residency(request: PlanRequest, residency: str) -> PlanRequest | None:

@@ -266,6 +266,20 @@ def test_more_devices_help_as_far_as_the_chain_can_be_cut(released: ModelFacts) 
     assert verdict(Plan.of(request_of(released, num_gpus=2, gpu_memory=80 * GIB)))["options"] == []
 
 
+def test_experts_on_all_devices_may_help_where_nothing_else_does(released: ModelFacts) -> None:
+    request = request_of(released, gpu_memory=80 * GIB)
+    found = verdict(Plan.of(request))
+    assert found["options"] == [{"setting": "experts", "now": "with their layers", "then": "shared by 6 devices"}]
+    gpus = tuple(f"cuda:{number}" for number in range(6))
+    deployment = replace(request.deployment, devices=gpus, experts=gpus)
+    plan = Plan.of(replace(request, deployment=deployment))
+    assert verdict(plan)["fits"] is True
+    held = {device.phases["load"]["experts"] for device in plan.devices}
+    assert max(held) - min(held) <= 7_219_445_760 * 40 // 384
+    experts = sum(stage.expert_bytes for stage in Plan.of(request).stages)
+    assert experts - 6 <= sum(device.phases["load"]["experts"] for device in plan.devices) <= experts
+
+
 def test_host_memory_and_disk_are_judged_too(released: ModelFacts) -> None:
     found = verdict(Plan.of(request_of(released, gpu_memory=160 * GIB, host_memory=1, disk=10 * GIB)))
     assert [item["what"] for item in found["shortfalls"]] == [
@@ -335,7 +349,7 @@ def test_wrong_calls(options: list[str], message: str, capsys: pytest.CaptureFix
 
 
 def test_every_line_of_a_report_is_text(released: ModelFacts) -> None:
-    plan = Plan.of(request_of(released, gpu_memory=80 * GIB))
+    plan = Plan.of(request_of(released, gpu_memory=40 * GIB))
     lines = list(report_lines({**plan.to_json(), "verdict": verdict(plan)}))
     assert any("No residency, limit or number of devices makes it fit" in line for line in lines)
     assert max(map(len, lines)) < 200

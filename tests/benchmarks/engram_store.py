@@ -349,8 +349,8 @@ def opening(folder: Path) -> None:
     path.unlink()
 
 
-def decode(artifact_folder: Path, checkpoint: Path | None, steps: int) -> None:
-    """Decode steps of one token in one process: fetched, resident, and resident once more, in an order by chance.
+def decode(artifact_folder: Path, checkpoint: Path | None, steps: int, sequences: int) -> None:
+    """Decode steps of one token a sequence: fetched, resident, and resident once more, in an order by chance.
 
     The second resident chain says how far two equal ones are apart, so what the first figure is worth.
     """
@@ -363,16 +363,17 @@ def decode(artifact_folder: Path, checkpoint: Path | None, steps: int) -> None:
     for name in ("resident", "resident again", "mmap"):
         residency = name.split()[0].replace("resident", "device")
         sessions[name] = Session(artifact.engine(engram=EngramPlacement(residency=residency)))
-        sessions[name].prefill(sessions[name].add(), np.arange(5, 65))
+        for _ in range(sequences):
+            sessions[name].prefill(sessions[name].add(), np.arange(5, 65))
     random = np.random.default_rng(4)
     seconds: dict[str, list[float]] = {name: [] for name in sessions}
     waits, fetches = [], []
     share = others()
     for turn in range(steps + 20):
-        token = [int(random.integers(5, artifact.config.vocab_size // 2))]
+        tokens = random.integers(5, artifact.config.vocab_size // 2, sequences).tolist()
         for name in random.permutation(list(sessions)):
             started = time.perf_counter()
-            sessions[name].step({0: token})
+            sessions[name].step({row: [token] for row, token in enumerate(tokens)})
             seconds[name].append(time.perf_counter() - started)
         if turn < 20:  # warm up
             for values in seconds.values():
@@ -390,6 +391,7 @@ def decode(artifact_folder: Path, checkpoint: Path | None, steps: int) -> None:
         ratio_of_medians=round(medians["mmap"] / medians["resident"], 3),
         ratio_of_fastest=round(min(seconds["mmap"]) / min(seconds["resident"]), 3),
         steps=steps,
+        sequences=sequences,
         step_ms={name: round(value, 3) for name, value in medians.items()},
         fetch_ms=round(statistics.median(fetches), 3),
         wait_ms=round(statistics.median(waits), 4),
@@ -405,6 +407,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=300, help="decode steps of each chain")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1], help="of a decode step; one measurement each")
     parser.add_argument("--queue-depth", type=int, default=64)
     parser.add_argument("--record", type=Path, help="write the results there as one JSON document")
     arguments = parser.parse_args()
@@ -417,7 +420,8 @@ def main() -> None:
     opening(arguments.folder)
     warm(path, packed, arguments.rounds)
     if arguments.artifact:
-        decode(arguments.artifact, arguments.checkpoint, arguments.steps)
+        for sequences in arguments.sequences:
+            decode(arguments.artifact, arguments.checkpoint, arguments.steps, sequences)
     cold(path, packed, min(arguments.rounds, 5), arguments.queue_depth)
     if arguments.record:
         arguments.record.write_text(json.dumps(RESULTS, indent=1) + "\n")

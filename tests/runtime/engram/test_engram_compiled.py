@@ -279,8 +279,8 @@ print(json.dumps([fault, sorted(set(out.reshape(-1).tolist()))]))
 """
 
 
-def start(cache: Path) -> subprocess.Popen[str]:
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(cache)}
+def start(cache: Path, **others: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(cache)} | others
     return subprocess.Popen([sys.executable, "-c", _PROCESS], stdout=subprocess.PIPE, text=True, env=environment)
 
 
@@ -302,6 +302,7 @@ def test_processes_that_start_at_once_share_a_cache_and_survive_a_damaged_one(tm
         path.write_bytes(content)
 
 
-def test_a_folder_that_cannot_hold_a_cache_costs_only_time(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    require_ones(start(tmp_path / "file"))
+def test_no_place_for_a_cache_costs_only_time(tmp_path: Path) -> None:
+    """numba looks in no place that exists: what it finds where neither its folder nor the user's can be written to."""
+    require_ones(start(tmp_path, NUMBA_CACHE_LOCATOR_CLASSES="IPythonCacheLocator"))
+    assert not list(tmp_path.iterdir())

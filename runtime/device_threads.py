@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 from engram_trt.configs.errors import DeploymentError
+
+Result = TypeVar("Result")
 
 
 class WorkThread:
@@ -22,9 +25,9 @@ class WorkThread:
         cores = os.sched_getaffinity(0) if core is None else {core}
         self._pool = ThreadPoolExecutor(1, name, initializer=os.sched_setaffinity, initargs=(0, cores))
 
-    def submit(self, task: Callable[[], None]) -> None:
-        """Run a task after those submitted before; it has to keep its own exceptions."""
-        self._pool.submit(task)
+    def submit(self, task: Callable[[], Result]) -> Future[Result]:
+        """Run a task after those submitted before; what it raises is in the future only."""
+        return self._pool.submit(task)
 
     def close(self) -> None:
         """Let what was submitted end, then end the thread."""

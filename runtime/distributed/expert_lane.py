@@ -15,7 +15,7 @@ import numpy as np
 
 from engram_trt.configs.tensors import StageSpec
 from engram_trt.runtime.distributed.payload import Bytes
-from engram_trt.runtime.distributed.wire import Integers, Item, Layout, MessageBuffer, refused
+from engram_trt.runtime.distributed.wire import Integers, Item, Layout, refused
 from engram_trt.runtime.experts.device_share import DeviceShare
 from engram_trt.runtime.experts.parcels import Parcel
 from engram_trt.runtime.experts.spread import ExpertGroup
@@ -241,6 +241,6 @@ class LaneServer:
 
 def _packed(layout: Layout, values: dict[str, Array]) -> Bytes:
     memory = np.empty(layout.num_bytes, dtype=np.uint8)
-    sources = {item.key: MessageBuffer.holding(item.dtype, values[item.key]) for item in layout.items}
-    layout.pack(sources, memory)
+    for key, view in layout.views(memory).items():
+        view.write(values[key])
     return memory

@@ -45,16 +45,7 @@ class DeviceShare:
 
     def start(self, stage: str, shape: tuple[int, int], parcel: Parcel) -> Future[Array]:
         """`run`, on the share's own thread."""
-        answer: Future[Array] = Future()
-
-        def task() -> None:
-            try:
-                answer.set_result(self.run(stage, shape, parcel))
-            except BaseException as error:  # noqa: BLE001 - raised where the answer is waited for
-                answer.set_exception(error)
-
-        self._thread.submit(task)
-        return answer
+        return self._thread.submit(lambda: self.run(stage, shape, parcel))
 
     def run(self, stage: str, shape: tuple[int, int], parcel: Parcel) -> Array:
         """Outputs of a parcel's tokens and experts.
